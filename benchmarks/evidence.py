@@ -34,10 +34,10 @@ from tpu_schedules import chunks_of_gradients
 
 import jaxops
 from lowering import evidence
-from lowering.campaign.problems import problems
 from lowering.compiling.compile import CompileError
 from lowering.compiling.report import CompiledReport
 from lowering.explain import OperatorUse
+from lowering.measuring.problems import problems
 from lowering.measuring.replaying import replay
 from lowering.operators import kind_of, on_arrays, type_text, unpacked
 from lowering.register import kernels_of, without_kernels

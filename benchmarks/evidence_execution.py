@@ -11,9 +11,9 @@ import numpy as np
 from evidence_cases import Family, Sizes, uses
 
 import lowering
-from lowering.campaign.problems import Problem
-from lowering.campaign.verifying import fault_of, truth_of
 from lowering.compiling.compile import CompileError
+from lowering.measuring.agreement import fault_of, truth_in_float64
+from lowering.measuring.problems import Problem
 from lowering.operators import kind_of, on_arrays, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
@@ -79,7 +79,7 @@ def executed(problem: Problem, kernel: Kernel, config: dict[str, Any], hardware:
         emulation = lowering.emulate(run, *problem.operands, target=hardware.name)
     except (lowering.EmulationError, CompileError) as error:
         return str(error).partition("\n")[0]
-    meaning = functools.partial(problem.operator.meaning, **problem.params)
-    expected = jax.jit(meaning)(*problem.operands)
-    wrong = fault_of(emulation.results, expected, truth_of(meaning, problem.operands), problem.operands)
+    expected = jax.jit(problem.meaning)(*problem.operands)
+    truth = truth_in_float64(problem.meaning, problem.operands)
+    wrong = fault_of(emulation.results, expected, truth, problem.operands)
     return wrong or "; ".join(map(str, emulation.findings))

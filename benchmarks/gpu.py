@@ -24,7 +24,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from jaxops._suite import F32, SUITE
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
 from lowering.measurements import HANGS, WRONG
+from lowering.measuring import timing
 from lowering.register import kernels_of
 from lowering.tables import fitted
 
@@ -295,7 +295,7 @@ def measure(stage: str, results: Results, deadline: float, rehearse: bool) -> No
     lock = str(results.path.with_name("cases.lock"))
 
     def run(case: Case) -> None:
-        if results.has(case) or time.monotonic() >= deadline:
+        if results.has(case) or timing.clock() >= deadline:
             return
         found: list[dict[str, Any]] = []
         request = {"function": case.function, "arguments": case.arguments, "lock": lock}
@@ -317,7 +317,7 @@ def campaign(
     return jaxops.tune_device(
         stages=stages,
         only=tuple(only),
-        budget_seconds=max(1.0, share * (deadline - time.monotonic())),
+        budget_seconds=max(1.0, share * (deadline - timing.clock())),
         limit_seconds=LIMIT_SECONDS,
         folder=out / VERDICTS,
         rehearse=rehearse,
@@ -347,7 +347,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    deadline = time.monotonic() + options.deadline
+    deadline = timing.clock() + options.deadline
     options.out.mkdir(parents=True, exist_ok=True)
     if options.done is not None:
         carry(options.done, options.out)
@@ -364,7 +364,7 @@ def main() -> None:
     grid = Grid(options.grid_workers, options.out, options.rehearse) if "grid" in stages else None
     try:
         for stage in stages:
-            begin = time.monotonic()
+            begin = timing.clock()
             if stage == "verify":
                 for verified in verify(names, *rest):
                     console.print(fitted(verified.table(), console))
@@ -375,7 +375,7 @@ def main() -> None:
                 console.print(fitted(tuned.table(), console))
                 lowering.TuningResult(tuned.entries, tuned.stopped).save(options.out / f"{tuned.target}.json")
             measure(stage, results, deadline, options.rehearse)
-            console.print(f"{stage}: {time.monotonic() - begin:.0f} s")
+            console.print(f"{stage}: {timing.clock() - begin:.0f} s")
     finally:
         if grid is not None:
             grid.kill()

@@ -28,13 +28,13 @@ import jaxops
 import lowering
 from lowering.compiling.compilers import with_this_path
 from lowering.explain import OperatorUse
-from lowering.measurements import REFERENCE, config_items
+from lowering.measurements import REFERENCE, Measurement, config_items
 from lowering.measuring import timing
-from lowering.measuring.candidates import Candidate, failure
+from lowering.measuring.agreement import failure
+from lowering.measuring.candidates import Candidate, Machine
 from lowering.measuring.device_clock import candidate_readings
 from lowering.measuring.inputs import made_up
-from lowering.operators import on_arrays, refusal_by_fields, unpacked
-from lowering.register import without_kernels
+from lowering.measuring.problems import Problem
 from lowering.targets import here
 from pallas_kernels.kernel import Kernel
 
@@ -123,27 +123,19 @@ def cases(rehearse: bool) -> Iterator[tuple[str, Any, Sizes, int]]:
 
 def compiled(use: OperatorUse, kernel: Kernel, config_count: int) -> Any:
     """Compiles an operator's reference and its kernel's configurations, or says why there is nothing to time."""
-    structured, attributes = unpacked(use.operands, use.params)
-    hardware = here()
-    reason = refusal_by_fields(kernel, structured) or kernel.refuses(hardware, *structured, **attributes)
-    if reason is not None:
-        return f"refused: {reason}"
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in use.operands]
+    machine, types = Machine(here()), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in use.operands]
+    problem = Problem.of(use.operator, here(), types, use.params)
+    offered = list(machine.candidates_of(kernel, problem, lambda configs: configs[:config_count]))
+    if offered and isinstance(offered[0], Measurement):
+        return f"refused: {offered[0].discarded}"
 
-    def candidate(name: str, config: Any, run: Any, in_place: tuple[int, ...] = ()) -> Any:
+    def program(candidate: Any) -> Any:
         try:
-            program = jax.jit(lambda *arrays: tuple(run(*arrays)), donate_argnums=in_place).lower(*types).compile()
+            return candidate.compiled(types)
         except Exception as error:  # whatever a compiler raises
             return failure(error)
-        return Candidate(name, config_items(config), program, in_place)
 
-    reference = without_kernels(use.operator, hardware, use.operands, dict(use.params))
-    in_place = tuple(kernel.overwrites(*structured, **attributes))
-    found = [candidate(REFERENCE, {}, reference)]
-    for config in kernel.configs(hardware, *structured, **attributes)[:config_count]:
-        run = on_arrays(functools.partial(kernel.run, config=config, interpret=False), use.params)
-        found.append(candidate(kernel.name, config, run, in_place))
-    return found
+    return [program(candidate) for candidate in (machine.reference(problem), *offered)]
 
 
 def logits_kernel(kernel: str, shape: Sizes, block_rows: int) -> tuple[list[Any], Any]:
@@ -296,13 +288,13 @@ class Grid:
 
         They begin when all have compiled their share, or half of the time is over.
         """
-        latest = (time.monotonic() + deadline) / 2
-        while time.monotonic() < latest and not all(map(self._is_ready, range(len(self._workers)))):
+        latest = (timing.clock() + deadline) / 2
+        while timing.clock() < latest and not all(map(self._is_ready, range(len(self._workers)))):
             time.sleep(0.2)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         path, lock = self._out / "grid.jsonl", self._out / "grid.lock"
         path.touch()
-        while any(worker.poll() is None for worker in self._workers) and time.monotonic() < deadline:
+        while any(worker.poll() is None for worker in self._workers) and timing.clock() < deadline:
             time.sleep(0.2)
             holder = lock.read_text()
             if holder and time.time() - max(path.stat().st_mtime, lock.stat().st_mtime) > SILENCE_SECONDS:

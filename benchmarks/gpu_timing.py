@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import jax
 
-from lowering.measuring.device_clock import Reading, device_clock
+from lowering.measuring.device_clock import Reading, by_host, device_clock
 from lowering.targets import here
 
 ROUNDS = 3
@@ -80,7 +80,7 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = 
         wait(results)
 
     series = statistics.median(by_host(run_in_a_row).ms for _ in range(rounds)) / launches / len(runs)
-    clock = device_clock(here().platform) or by_host
+    clock = device_clock(here().platform)
     readings: list[Reading] = []
     while len(readings) < 1 + rounds:
         ANSWERS.tell({"runs": True})
@@ -92,11 +92,3 @@ def measured(runs: list[Callable[[], Any]], *, torch: Any = None, rounds: int = 
     if clock is by_host or fault:
         return {"median_ms": wall, "clock": "host", **in_a_row, **({"fault": fault} if fault else {})}
     return {"median_ms": own, "clock": "device", "wall_ms": wall, **in_a_row}
-
-
-def by_host(launch: Callable[[], Any]) -> Reading:
-    """The time of a launch by the host's clock."""
-    start = time.perf_counter()
-    launch()
-    spent_ms = 1e3 * (time.perf_counter() - start)
-    return Reading(spent_ms, spent_ms)

@@ -13,6 +13,7 @@ from jaxops_command.output import show, show_text
 from lowering import TuningError, tuning_store
 from lowering.campaign.report import Campaign
 from lowering.measurements import versions
+from lowering.measuring.timing import INTERRUPTED
 
 INTERRUPTED_STATUS = 130  # what shells report of a command that was interrupted from the keyboard
 
@@ -44,7 +45,7 @@ def campaign(
         show(found.table())
         if found.stopped:
             show_text(f"{found.stopped}: the same command goes on where this one ended")
-    if found.stopped == "interrupted":
+    if found.stopped == INTERRUPTED:
         raise typer.Exit(INTERRUPTED_STATUS)
 
 

@@ -15,7 +15,7 @@ from jaxops_command.options import IMPLEMENTATIONS, require
 from jaxops_command.output import show, show_text, tuned_by
 from jaxops_command.user_function import load, load_another, require_operators, run_user_code
 from lowering.measuring.bench import compare
-from lowering.measuring.tune import INTERRUPTED
+from lowering.measuring.timing import INTERRUPTED
 
 
 def tune(function: str, arg: Sequence[str] | None, how: Mapping[str, Any], as_json: bool) -> None:

@@ -159,13 +159,18 @@ class Entry:
         reasons = [candidate.discarded for candidate in self.candidates if candidate.implementation == kernel]
         return f"tuned: {reasons[0]}" if reasons else f"tuned: not measured when {name} was found the fastest"
 
+    def times_of_reference(self, kernel: str) -> float | None:
+        """Returns a kernel's time as a part of the reference's; None if one of them was not timed."""
+        own, reference = self.best(kernel), self.best(REFERENCE)
+        if own is None or reference is None or not own.median_us or not reference.median_us:
+            return None
+        return own.median_us / reference.median_us
+
     def replay_remark(self, kernel: str) -> str | None:
         """Says how a kernel's replay compares with the reference's; None where there is none."""
-        own, reference = self.best(kernel), self.best(REFERENCE)
-        if own is None or not own.median_us or reference is None or not reference.median_us:
-            return None
-        part = own.median_us / reference.median_us
-        return f"replayed on {self.key.target} at {part:.2f} of the reference's time; not run on a device"
+        part = self.times_of_reference(kernel)
+        told = f"replayed on {self.key.target} at {part or 0:.2f} of the reference's time; not run on a device"
+        return None if part is None else told
 
     def to_record(self) -> dict[str, Any]:
         """Returns the entry as a JSON object."""

@@ -1,5 +1,6 @@
 """Results that "auto" follows: kept on this machine by `jaxops tune`, a file for each kind of device, or shipped."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +10,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,9 @@ class Evidence:
         found = []
         for entry in self._known(""):
             is_like = entry.key.operator == self.operator and entry.key.versions == versions() and not entry.replayed
-            own, reference = entry.best(kernel), entry.best(measurements.REFERENCE)
+            reference, time = entry.best(measurements.REFERENCE), entry.times_of_reference(kernel)
             sizes = dict(entry.kinds).get(kernel)
-            if is_like and own and reference and own.median_us and reference.median_us and sizes and sizes.text == kind:
-                time = own.median_us / reference.median_us
+            if is_like and reference and reference.median_us and time and sizes and sizes.text == kind:
                 found.append(Case(self.operator, kernel, kind, sizes.sizes, time, reference.median_us, (0, 0)))
         return tuple(found)
 
@@ -188,19 +188,23 @@ def file_of(target: str, within: Path | None = None) -> Path:
     return (within or folder()) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', target)}.jsonl"
 
 
+@contextlib.contextmanager
+def _requirement(path: Path, what: str, advice: str = "") -> Iterator[None]:
+    """Refuses a path with which the system does not do what it is for."""
+    try:
+        yield
+    except OSError as error:
+        raise TuningError(f"tune: {show(str(path))} must be {what}; got {file_fault(error)}{advice}") from None
+
+
 def read(path: Path) -> Found:
     """Reads the records in a file, or no records if the file does not exist.
 
     Raises:
       TuningError: if the file cannot be read.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return Found()
-    except OSError as error:
-        message = f"tune: {show(str(path))} must be a file that can be read; got {file_fault(error)}"
-        raise TuningError(message) from None
+    with _requirement(path, "a file that can be read"):
+        lines = path.read_bytes().splitlines() if path.exists() else []
     records = [_record(line) for line in lines]
     damaged = tuple(number for number, record in enumerate(records, 1) if record is None and lines[number - 1].strip())
     return Found(tuple(record for record in records if record is not None), damaged)
@@ -224,7 +228,7 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
       TuningError: if the file cannot be written.
     """
     lines = "".join(f"{json.dumps(record)}\n" for record in records)
-    try:
+    with _requirement(path, "a file that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as stream:
             is_empty = stream.seek(0, os.SEEK_END) == 0
@@ -232,9 +236,6 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
                 stream.seek(-1, os.SEEK_END)
                 lines = lines if stream.read(1) == b"\n" else f"\n{lines}"
             stream.write(lines.encode())
-    except OSError as error:
-        message = f"tune: {show(str(path))} must be a file that can be written; got {file_fault(error)}"
-        raise TuningError(message) from None
 
 
 def require_writable(path: Path) -> None:
@@ -243,12 +244,9 @@ def require_writable(path: Path) -> None:
     Raises:
       TuningError: if the folder cannot be made, or no file in it.
     """
-    try:
+    with _requirement(path, "a folder that can be written to", f" ({VARIABLE} names another)"):
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        message = f"tune: {show(str(path))} must be a folder that can be written to; got {file_fault(error)}"
-        raise TuningError(f"{message} ({VARIABLE} names another)") from None
 
 
 def forget(path: Path) -> None:
@@ -257,11 +255,8 @@ def forget(path: Path) -> None:
     Raises:
       TuningError: if the file cannot be deleted.
     """
-    try:
+    with _requirement(path, "a file that can be deleted"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        message = f"tune: {show(str(path))} must be a file that can be deleted; got {file_fault(error)}"
-        raise TuningError(message) from None
     reread()
 
 

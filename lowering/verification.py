@@ -18,13 +18,12 @@ import jax
 import numpy as np
 
 from lowering import _jax_private, tuning_store
-from lowering.campaign.problems import Problem
-from lowering.campaign.verifying import Checker
 from lowering.errors import TuningError
-from lowering.implementations import configs_of
-from lowering.measurements import HANGS, WRONG, Key
-from lowering.measuring.candidates import Launch
-from lowering.measuring.inputs import made_up
+from lowering.measurements import HANGS, WRONG, Measurement
+from lowering.measuring.agreement import failure
+from lowering.measuring.candidates import Machine
+from lowering.measuring.checking import Checker
+from lowering.measuring.problems import Problem
 from lowering.operators import Operator, kind_of, unpacked
 from lowering.register import verify_with
 from lowering.targets import device_name
@@ -124,18 +123,15 @@ def _fault(
 
     try:
         for types in smaller([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands], params, is_alike):
-            arrays = made_up(types, list(params.values()))
-            key = Key.of(operator.name, hardware, arrays, params)
-            assert key is not None  # the device here is known
-            structured, attributes = unpacked(arrays, params)
-            (config, *_) = configs_of(operator.name, kernel, hardware, structured, attributes)
-            outcome, fault = Checker(Problem(key, operator, tuple(arrays), params)).verdict(
-                kernel, Launch(hardware), config
-            )
+            problem = Problem.of(operator, hardware, types, params).with_arrays()
+            candidate = next(Machine(hardware).candidates_of(kernel, problem))
+            if isinstance(candidate, Measurement):
+                return f"{WRONG}{candidate.discarded}"
+            outcome, fault = Checker(problem).verdict(candidate)
             if outcome != "verified":
                 return fault if fault.startswith(WRONG) else f"{WRONG}{fault}"
     except Exception as error:  # whatever a device raises
-        return f"{WRONG}fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"{WRONG}{failure(error)}"
     return ""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from lowering.measurements import HANGS, WRONG, Entry, Key, Measurement
+from lowering.measuring.candidates import Watch
 
 # Stands for all implementations of an operator, which are timed together.
 WHOLE = Measurement("every implementation")
@@ -41,17 +42,13 @@ class Channel:
         """Says what is compiled next, so that a process that says nothing more has said what it was doing."""
         self._send({"begin": verdict_record(key, way, "hangs", "")})
 
-    def begin_kernel(self, key: Key, name: str) -> None:
-        """Begins a kernel and its configuration by name; if it hangs, none of its configurations is taken."""
-        self.begin(key, Measurement(name.partition(" (")[0]))
+    def watch(self, key: Key) -> Watch:
+        """Returns the listener to what happens to an operator's candidates."""
+        return _Steps(self, key)
 
-    def runs(self) -> None:
-        """Says that what was begun is compiled and runs now: from here on, it may hang."""
-        self._send({"runs": True})
-
-    def ran(self) -> None:
-        """Says that it has run to its end, and that what comes next is not its fault."""
-        self._send({"runs": False})
+    def runs(self, is_running: bool) -> None:
+        """Says that what was begun is compiled and runs now, from where it may hang; or that it has run to its end."""
+        self._send({"runs": is_running})
 
     def tell_verdict(self, key: Key, way: Measurement, outcome: str, reason: str) -> None:
         """Tells what came of a step."""
@@ -79,6 +76,22 @@ class Channel:
 
     def _send(self, message: dict[str, Any]) -> None:
         print(json.dumps(message), file=self._stream, flush=True)
+
+
+class _Steps(Watch):
+    """Listener that tells the campaign what begins: if a kernel hangs, none of its configurations is taken."""
+
+    def __init__(self, channel: Channel, key: Key) -> None:
+        self._channel, self._key = channel, key
+
+    def begins(self, way: Measurement) -> None:
+        self._channel.begin(self._key, Measurement(way.implementation))
+
+    def runs(self) -> None:
+        self._channel.runs(True)
+
+    def ran(self) -> None:
+        self._channel.runs(False)
 
 
 def step_name(key: Key, way: Measurement) -> str:

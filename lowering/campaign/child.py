@@ -6,17 +6,16 @@ A kernel that hangs or crashes takes its process with it. The campaign that has 
 import json
 import os
 import sys
-import time
 import traceback
 from typing import Any
 
 from lowering.campaign.channel import Channel
-from lowering.campaign.machine import Machine
-from lowering.campaign.measuring import measure
+from lowering.campaign.stages import measure, verify
 from lowering.campaign.suite import load
-from lowering.campaign.verifying import verify
 from lowering.describe import first_line
 from lowering.measurements import versions
+from lowering.measuring import timing
+from lowering.measuring.candidates import Machine
 from lowering.targets import device_name, here
 
 
@@ -40,7 +39,7 @@ def _serve(request: dict[str, Any], machine: Machine, channel: Channel) -> None:
         if case.name not in request["cases"]:
             continue
         channel.begin_case(case.name)
-        start = time.monotonic()
+        start = timing.clock()
         outcome = {}
         try:
             if request["stage"] == "verify":
@@ -52,7 +51,7 @@ def _serve(request: dict[str, Any], machine: Machine, channel: Channel) -> None:
             is_whole, outcome = True, {"outcome": "failed", "reason": first_line(error)}
         if not is_whole:
             return
-        channel.end_case(time.monotonic() - start, outcome)
+        channel.end_case(timing.clock() - start, outcome)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowering.compiling.compilers import with_this_path
 from lowering.describe import shortened
+from lowering.measuring import timing
 
 # Compiling a kernel, autotuning what is around it, or computing the truth may take as many times the limit of a run.
 PATIENCE = 5
@@ -55,7 +55,7 @@ def converse(
       environment: variables that differ from this process's.
       on_record: called with each record as it is told.
       limit_seconds: how long the process may say nothing while something runs; five times as long otherwise.
-      deadline: when to end it in any case, by `time.monotonic`.
+      deadline: when to end it in any case, by `timing.clock`.
       module: what the process runs.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
@@ -108,7 +108,7 @@ def _hear(
     runs = False
     while True:
         limit = limit_seconds if runs else PATIENCE * limit_seconds
-        wait_seconds = min(limit, deadline - time.monotonic())
+        wait_seconds = min(limit, deadline - timing.clock())
         try:
             line = lines.get(timeout=max(0.0, wait_seconds))
         except queue.Empty:

@@ -128,12 +128,8 @@ def _verdict_row(operator: str, kernel: str, records: Sequence[Mapping[str, Any]
 
 def _timed_rows(entries: Sequence[Entry]) -> Iterator[Row]:
     for entry in entries:
-        reference = entry.best(REFERENCE)
         for kernel in dict.fromkeys(candidate.implementation for candidate in entry.candidates):
-            own = entry.best(kernel)
-            if kernel == REFERENCE or own is None or reference is None or not reference.median_us:
-                continue
-            part = (own.median_us or 0.0) / reference.median_us
-            outcome = "faster" if part < 1 else "slower"
-            operands = ", ".join(entry.key.operands)
-            yield Row(entry.key.operator, kernel, outcome, operands, own.median_us, round(part, 3))
+            own, part = entry.best(kernel), entry.times_of_reference(kernel)
+            if kernel != REFERENCE and own is not None and part is not None:
+                outcome, operands = "faster" if part < 1 else "slower", ", ".join(entry.key.operands)
+                yield Row(entry.key.operator, kernel, outcome, operands, own.median_us, round(part, 3))

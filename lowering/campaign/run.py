@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ class _Run:
         self, suite: str, budget_seconds: float, limit_seconds: float, folder: Path | None, rehearse: bool
     ) -> None:
         self._suite = suite
-        self._deadline = time.monotonic() + budget_seconds
+        self._deadline = timing.clock() + budget_seconds
         # An interpreter does not hang. It may take minutes, where other programs take the processor.
         self._limit_seconds = max(limit_seconds, _REHEARSED_LIMIT_SECONDS) if rehearse else limit_seconds
         self._rehearse = rehearse
@@ -121,15 +120,8 @@ class _Run:
         self._records += tuning_store.read(self._path).records
         self._found_before = len(self._records)
         tasks = [task for stage in stages for task in self._tasks(stage, cases)]
-        stopped = ""
-        try:
-            with timing.progress_bar(sum(len(task.cases) for task in tasks), progress) as self._bar:
-                for task in tasks:
-                    if not self._finish(task):
-                        stopped = "stopped at the time budget"
-                        break
-        except KeyboardInterrupt:
-            stopped = "interrupted"
+        with timing.progress_bar(sum(len(task.cases) for task in tasks), progress) as self._bar:
+            stopped = timing.why_stopped(lambda: all(map(self._finish, tasks)))
         tuning_store.reread()
         return Campaign(self._device["target"], tuple(filter(self._is_of_these_versions, self._records)), stopped)
 
@@ -154,7 +146,7 @@ class _Run:
         done = self._done(task)
         self._bar.advance(TaskID(0), len(done))
         while done != set(task.cases):
-            if time.monotonic() >= self._deadline:
+            if timing.clock() >= self._deadline:
                 return False
             self._bar.update(TaskID(0), description=f"{task.stage} {', '.join(task.cases)[:60]}")
             ending = self._ask(task, lambda record: self._keep(task, record))
@@ -219,7 +211,7 @@ class _Run:
             "spoilt": [[each["operator"], each["kernel"]] for each in mine if each.get("outcome") in _SPOILING],
             "faults": faults,
             "only_loops": task.flags == _WITHOUT_RECORDING,
-            "seconds": self._deadline - time.monotonic(),
+            "seconds": self._deadline - timing.clock(),
         }
         return converse(
             request,

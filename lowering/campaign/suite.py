@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowering.measurements import config_items
@@ -37,9 +37,9 @@ class Case:
     loops: tuple[str, ...] = ()
     overrides: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def overridden(self, configs: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
-        """Returns configurations with the overrides of what they have, each once."""
-        changed = ({**each, **{k: v for k, v in self.overrides.items() if k in each}} for each in configs)
+    def overridden(self, configs: Sequence[Mapping[str, int]], count: int | None = None) -> list[dict[str, int]]:
+        """Returns so many configurations, or all, with the overrides of what they have, each once."""
+        changed = ({**each, **{k: v for k, v in self.overrides.items() if k in each}} for each in configs[:count])
         return list({config_items(each): each for each in changed}.values())
 
     def sizes(self, stage: str, *, rehearse: bool) -> tuple[Size, ...]:

@@ -1,243 +1,183 @@
-"""The candidates of one operator: compiled, and compared with the reference before they are timed."""
+"""The candidates of a problem: each configuration of each kernel that a machine can run, and the reference."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from lowering.measurements import NOT_COMPILED, REFERENCE, WRONG, Config, Measurement, config_items
-from lowering.operators import Operator, on_arrays, refusal_by_fields, type_text, unpacked
+from lowering.measurements import NOT_COMPILED, REFERENCE, Config, Measurement, config_items
+from lowering.measuring import timing
+from lowering.measuring.agreement import Results, failure, reason_to_discard, truth_in_float32
+from lowering.measuring.problems import Problem
+from lowering.operators import Operator, on_arrays, refusal_by_fields, unpacked
 from lowering.register import kernels_of, without_kernels
+from lowering.targets import TARGETS
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.kernel import Kernel
-
-# How far a kernel may be off, relative to the largest value of a result and beyond the reference's own error; by the
-# narrowest dtype among the operands and the result.
-_TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-
-Results = tuple[jax.Array, ...]
+from pallas_kernels.kernel import Kernel, Kind
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Way to run a kernel.
-
-    Attributes:
-      chip: the one that it is launched for.
-      interpret: what its `run` takes as `interpret`.
-      first_only: whether only the first of its configurations is wanted.
-      excluded: why it must not run at all; empty if it may.
-    """
-
-    chip: Hardware
-    interpret: Any = False
-    first_only: bool = False
-    excluded: str = ""
-
-    def refusal(self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]) -> str | None:
-        """Says why the kernel does not run; None if it does."""
-        structured, attributes = unpacked(operands, params)
-        reason = self.excluded or refusal_by_fields(kernel, structured)
-        reason = reason or kernel.refuses(self.chip, *structured, **attributes)
-        return reason or (None if self.configs(kernel, operands, params) else "its configs are empty")
-
-    def configs(
-        self, kernel: Kernel, operands: Sequence[Any], params: Mapping[str, Any]
-    ) -> Sequence[Mapping[str, int]]:
-        """Returns the configurations to run."""
-        structured, attributes = unpacked(operands, params)
-        offered = kernel.configs(self.chip, *structured, **attributes)
-        return offered[:1] if self.first_only else offered
-
-
-def _ignored(*_: Any) -> None:
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
 class Watch:
-    """Listener that is told what happens to a candidate, in case it never ends.
+    """Listener that is told what happens to a candidate, in case it never ends. This one ignores it."""
 
-    Attributes:
-      begins: called with a candidate's name before it is compiled, and before it is timed.
-      runs: called before it runs.
-    """
+    def begins(self, way: Measurement) -> None:
+        """Hears of a candidate before it is compiled, and before it is timed."""
 
-    begins: Callable[[str], None] = _ignored
-    runs: Callable[[], None] = _ignored
+    def runs(self) -> None:
+        """Hears that what began is compiled, and runs."""
 
-    def before_run(self, name: str) -> None:
-        """Says that a candidate of this name runs, which is compiled."""
-        self.begins(name)
-        self.runs()
+    def ran(self) -> None:
+        """Hears that it has run to its end, and that what comes next is not its fault."""
 
 
 UNWATCHED = Watch()
 
-# How to run a kernel; None leaves it out, as one for another platform.
-Launches = Callable[[Kernel], Launch | None]
-
-
-def on_device(hardware: Hardware) -> Launches:
-    """Runs the kernels for the chip that is here, and leaves out all others."""
-    return lambda kernel: Launch(hardware) if kernel.platform == hardware.platform else None
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to run an operator that compiles and computes the right results.
+    """A way to run an operator.
 
     Attributes:
       implementation: the kernel's name, or "reference".
       config: the kernel's launch configuration.
-      run: the compiled program.
+      run: takes and returns arrays; a program once it is `compiled`.
       in_place: the positions of operands that it overwrites.
+      kind: of the kernel on these operands, if it has one.
+      is_slow: whether it is interpreted with side effects.
     """
 
     implementation: str
     config: Config
     run: Callable[..., Results]
     in_place: tuple[int, ...] = ()
+    kind: Kind | None = None
+    is_slow: bool = False
 
     @property
-    def name(self) -> str:
-        """The implementation and its configuration."""
-        return Measurement(self.implementation, self.config).name
+    def way(self) -> Measurement:
+        """The implementation and its configuration, without a time."""
+        return Measurement(self.implementation, self.config)
+
+    def compiled(self, operands: Sequence[jax.Array]) -> "Candidate":
+        """Returns the candidate as a program for these operands, which it overwrites where it is in place."""
+
+        def results(*arrays: jax.Array) -> Results:
+            return tuple(self.run(*arrays))
+
+        program = jax.jit(results, donate_argnums=self.in_place).lower(*operands).compile()
+        return dataclasses.replace(self, run=program)
 
     def arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the arguments of one run: copies of the operands that it overwrites, and the others themselves."""
         return [jnp.copy(x) if position in self.in_place else x for position, x in enumerate(operands)]
 
 
-def launched(operator: Operator, launches: Launches) -> list[tuple[Kernel, Launch]]:
-    """Returns the kernels of an operator that are not left out, and how each is run."""
-    return [(kernel, launch) for kernel in kernels_of(operator) if (launch := launches(kernel)) is not None]
+# Takes the configurations that a kernel offers, and returns those to run.
+Chosen = Callable[[Sequence[Mapping[str, int]]], Iterable[Mapping[str, int]]]
 
 
-def candidates(
-    operator: Operator,
-    hardware: Hardware,
-    operands: Sequence[jax.Array],
-    params: Mapping[str, Any],
-    launches: Launches,
-    watch: Watch,
-    is_time_left: Callable[[], bool],
-) -> Iterator[Candidate | Measurement]:
-    """Yields the reference, then every configuration of every kernel; for discarded ones a measurement with the reason.
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Device that kernels run on, or interpreters of them on a CPU for a rehearsal.
 
-    Each is compiled and checked only when the iterator gets to it, and not at all once no time is left.
+    Attributes:
+      hardware: the device.
+      rehearse: whether kernels for other chips are interpreted, in their first configuration.
+      faults: why kernels must not run, by operator and kernel.
     """
-    meaning = functools.partial(operator.meaning, **params)
-    kernels = launched(operator, launches)
-    watch.begins(REFERENCE)
+
+    hardware: Hardware
+    rehearse: bool = False
+    faults: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+
+    def kernels(self, operator: Operator, *, timed: bool = False) -> list[Kernel]:
+        """Returns the kernels that run here; to be timed, only those that an interpreter does not slow down."""
+        found = [kernel for kernel in kernels_of(operator) if self.rehearse or not self._interprets(kernel)]
+        return [kernel for kernel in found if not (timed and self._is_slow(kernel))]
+
+    def reference(self, problem: Problem) -> Candidate:
+        """Returns what runs where no kernel does, not compiled yet."""
+        run = without_kernels(problem.operator, self.hardware, problem.operands, dict(problem.params))
+        return Candidate(REFERENCE, (), run)
+
+    def candidates(
+        self, problem: Problem, chosen: Chosen = tuple, deadline: float = math.inf, *, timed: bool = False
+    ) -> Iterator[Candidate | Measurement]:
+        """Yields the kernels that run here, as `candidates_of` does each."""
+        for kernel in self.kernels(problem.operator, timed=timed):
+            yield from self.candidates_of(kernel, problem, chosen, deadline)
+
+    def candidates_of(
+        self, kernel: Kernel, problem: Problem, chosen: Chosen = tuple, deadline: float = math.inf
+    ) -> Iterator[Candidate | Measurement]:
+        """Yields a kernel in the chosen configurations, not compiled yet; the reason for what does not run.
+
+        Nothing more is to be compiled once `timing.clock` has passed the deadline.
+        """
+        structured, attributes = unpacked(problem.operands, problem.params)
+        interprets = self._interprets(kernel)
+        chips = (chip for chip in TARGETS.values() if chip.platform == kernel.platform)
+        chip = next(chips) if interprets else self.hardware
+        reason = self.faults.get(problem.operator.name, {}).get(kernel.name) or refusal_by_fields(kernel, structured)
+        reason = reason or kernel.refuses(chip, *structured, **attributes)
+        offered = () if reason else kernel.configs(chip, *structured, **attributes)
+        if not offered:
+            yield Measurement(kernel.name, discarded=reason or "its configs are empty")
+            return
+        kind, in_place = kernel.kind(chip, *structured, **attributes), kernel.overwrites(*structured, **attributes)
+        for config in chosen(offered[:1] if interprets else offered):
+            items = config_items(config)
+            if timing.clock() >= deadline:
+                yield Measurement(kernel.name, items, discarded=NOT_COMPILED)
+                continue
+            run = on_arrays(functools.partial(kernel.run, config=config, interpret=interprets), problem.params)
+            yield Candidate(kernel.name, items, run, tuple(in_place), kind, self._is_slow(kernel))
+
+    def _interprets(self, kernel: Kernel) -> bool:
+        return kernel.platform != self.hardware.platform
+
+    def _is_slow(self, kernel: Kernel) -> bool:
+        return self._interprets(kernel) and not kernel.interpreter_is_pure
+
+
+def right_candidates(
+    problem: Problem, machine: Machine, chosen: Chosen, deadline: float, watch: Watch
+) -> Iterator[Candidate | Measurement]:
+    """Yields programs: the reference, and each kernel's that agree with it; for discarded ones the reason.
+
+    Each is compiled and checked only when the iterator gets to it.
+    """
+    operands = problem.operands
+    kernels = machine.kernels(problem.operator, timed=True)
+    watch.begins(Measurement(REFERENCE))
     try:
-        as_lowered = without_kernels(operator, hardware, operands, dict(params))
-        reference = _compiled(REFERENCE, (), as_lowered, operands)
+        reference = machine.reference(problem).compiled(operands)
         expected = reference.run(*operands)
-        truth = truth_in_float32(meaning, operands) if kernels else ()
+        truth = truth_in_float32(problem.meaning, operands) if kernels else ()
     except Exception as error:
         yield Measurement(REFERENCE, discarded=failure(error))
-        for kernel, _ in kernels:
+        for kernel in kernels:
             yield Measurement(kernel.name, discarded="there is no reference to compare it with")
         return
     yield reference
-    for kernel, launch in kernels:
-        reason = launch.refusal(kernel, operands, params)
-        if reason is not None:
-            yield Measurement(kernel.name, discarded=reason)
-            continue
-        structured, attributes = unpacked(operands, params)
-        in_place = tuple(kernel.overwrites(*structured, **attributes))
-        for config in launch.configs(kernel, operands, params):
-            way = Measurement(kernel.name, config_items(config))
-            if not is_time_left():
-                yield dataclasses.replace(way, discarded=NOT_COMPILED)
-                continue
-            run = on_arrays(functools.partial(kernel.run, config=config, interpret=launch.interpret), params)
-            watch.begins(way.name)
-            yield _checked(way, run, operands, in_place, expected, truth, watch)
+    for candidate in machine.candidates(problem, chosen, deadline, timed=True):
+        if isinstance(candidate, Measurement):
+            yield candidate
+        else:
+            yield _checked(candidate, operands, expected, truth, watch)
 
 
 def _checked(
-    way: Measurement,
-    run: Callable[..., Results],
-    operands: Sequence[jax.Array],
-    in_place: tuple[int, ...],
-    expected: Results,
-    truth: Results,
-    watch: Watch,
+    candidate: Candidate, operands: Sequence[jax.Array], expected: Results, truth: Results, watch: Watch
 ) -> Candidate | Measurement:
+    watch.begins(candidate.way)
     try:
-        candidate = _compiled(way.implementation, way.config, run, operands, in_place)
+        program = candidate.compiled(operands)
         watch.runs()
-        results = jax.block_until_ready(candidate.run(*candidate.arguments(operands)))
+        results = jax.block_until_ready(program.run(*program.arguments(operands)))
     except Exception as error:  # whatever a compiler raises
-        return dataclasses.replace(way, discarded=failure(error))
+        return dataclasses.replace(candidate.way, discarded=failure(error))
     reason = reason_to_discard(results, expected, truth, operands)
-    return dataclasses.replace(way, discarded=reason) if reason else candidate
-
-
-def _compiled(
-    implementation: str,
-    config: Config,
-    run: Callable[..., Results],
-    operands: Sequence[jax.Array],
-    in_place: tuple[int, ...] = (),
-) -> Candidate:
-    def results(*arrays: jax.Array) -> Results:
-        return tuple(run(*arrays))
-
-    compiled = jax.jit(results, donate_argnums=in_place).lower(*operands).compile()
-    return Candidate(implementation, config, compiled, in_place)
-
-
-def truth_in_float32(meaning: Callable[..., Results], operands: Sequence[jax.Array]) -> Results:
-    """Computes the reference in float32, with the most exact products that the device has."""
-    upcast = [x.astype(jnp.float32) if _bits(x) < 32 else x for x in operands]
-    with jax.default_matmul_precision("highest"):
-        return jax.block_until_ready(jax.jit(meaning)(*upcast))
-
-
-def reason_to_discard(results: Results, expected: Results, truth: Results, operands: Sequence[jax.Array]) -> str:
-    """Says what is wrong with the results, or ""."""
-    types, right_types = (", ".join(map(type_text, arrays)) for arrays in (results, expected))
-    if types != right_types:
-        return f"{WRONG}results are {types} instead of {right_types}"
-    for position, (result, reference, exact) in enumerate(zip(results, expected, truth, strict=True)):
-        if not jnp.issubdtype(result.dtype, jnp.inexact):
-            different = int(jnp.sum(result != reference))
-            if different:
-                return f"{WRONG}{different} of {result.size} elements of result {position} differ"
-            continue
-        narrowest = min([result, *(x for x in operands if jnp.issubdtype(x.dtype, jnp.floating))], key=_bits)
-        own_error = _relative_error(reference, exact)
-        allowed = _TOLERANCES.get(narrowest.dtype.name, 0.1) + (own_error if math.isfinite(own_error) else 0.0)
-        error = _relative_error(result, exact)
-        if not math.isfinite(error):
-            return f"{WRONG}result {position} is not finite where the reference is"
-        if error > allowed:
-            return (
-                f"{WRONG}result {position} is off by {error:.2g} of its largest value, where {allowed:.2g} is allowed"
-            )
-    return ""
-
-
-def _relative_error(x: jax.Array, exact: jax.Array) -> float:
-    """Returns the largest error relative to the largest value; not finite if only `x` has a value that is not."""
-    is_known = jnp.isfinite(exact)
-    difference = jnp.max(jnp.where(is_known, jnp.abs(x.astype(exact.dtype) - exact), 0), initial=0)
-    scale = float(jnp.max(jnp.where(is_known, jnp.abs(exact), 0), initial=0))
-    return float(difference) / (scale or 1.0)
-
-
-def _bits(x: Any) -> int:
-    return jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.inexact) else 64
-
-
-def failure(error: Exception) -> str:
-    """Says why something is discarded that raises this."""
-    return f"fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return dataclasses.replace(candidate.way, discarded=reason) if reason else program

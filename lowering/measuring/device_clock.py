@@ -1,7 +1,6 @@
 """Times programs by the device's own clock, where a profiler reads it, on operands that no cache holds."""
 
 import glob
-import itertools
 import math
 import os
 import tempfile
@@ -65,13 +64,13 @@ def candidate_readings(
     until: float,
     at_least: int,
     after_round: Callable[[], None],
-    before_run: Callable[[str], None] = lambda name: None,
+    before_run: Callable[[Candidate], None] = lambda candidate: None,
 ) -> dict[str, list[Reading]]:
     """Returns the times of each candidate: of the device alone on a GPU or a TPU, elsewhere of the waiting host.
 
     Dispatch takes tens of microseconds, more than many kernels do; so a GPU's kernels are timed by CUPTI, and a TPU's
     programs by JAX's profiler. Where that cannot be read, or says what cannot be, the host's clock times all
-    candidates. Copies of the operands take turns, enough of them that the chip's cache holds none.
+    candidates. Each reading is the mean over copies of the operands, enough of them that the chip's cache holds none.
 
     Args:
       candidates: by any names.
@@ -81,67 +80,48 @@ def candidate_readings(
       until: when to stop, by `timing.clock`, after `at_least` rounds.
       at_least: the rounds to finish even then.
       after_round: called after each round.
-      before_run: called with a candidate's own name before it runs.
+      before_run: called with a candidate before it runs.
     """
     sets = rotated(operands, hardware)
-    rounds: dict[str, Any] = {"until": until, "at_least": at_least, "after_round": after_round}
-    measured = device_clock(hardware.platform)
-    if measured is not None:
-        try:
-            return _by_device(measured, candidates, sets, max(1, repeats // len(sets)), before_run, **rounds)
-        except (RuntimeError, ValueError):  # a profiler may be forbidden, or in the hands of another program
-            pass
-    turns = {name: itertools.cycle(sets) for name in candidates}
 
-    def prepared(name: str) -> list[jax.Array]:
-        before_run(candidates[name].name)
-        return candidates[name].arguments(next(turns[name]))
+    def readings(clock: Clock) -> dict[str, list[Reading]]:
+        def take(name: str) -> Reading:
+            candidate = candidates[name]
+            arguments = jax.block_until_ready([candidate.arguments(each) for each in sets])
+            before_run(candidate)
+            reading = clock(lambda: jax.block_until_ready([candidate.run(*each) for each in arguments]))
+            if clock is not by_host and reading.fault:
+                raise ClockError(reading.fault)
+            return Reading(reading.ms / len(sets), reading.wall_ms / len(sets))
 
-    runs = {name: candidate.run for name, candidate in candidates.items()}
-    times = timing.times_ms(runs, repeats=repeats, warmups=1, prepare=prepared, **rounds)
-    return {name: [Reading(ms, ms) for ms in series] for name, series in times.items()}
+        return timing.rounds(
+            candidates,
+            take,
+            repeats=max(1, repeats // len(sets)),
+            warmups=1,  # in which clocks rise
+            until=until,
+            at_least=at_least,
+            after_round=after_round,
+        )
 
-
-def _by_device(
-    measured: Clock,
-    candidates: Mapping[str, Candidate],
-    sets: Sequence[Sequence[jax.Array]],
-    repeats: int,
-    before_run: Callable[[str], None],
-    *,
-    until: float,
-    at_least: int,
-    after_round: Callable[[], None],
-) -> dict[str, list[Reading]]:
-    """Returns readings of the device's clock, each a mean over the sets of operands."""
-
-    def run_all(name: str) -> Reading:
-        candidate = candidates[name]
-        arguments = jax.block_until_ready([candidate.arguments(each) for each in sets])
-        before_run(candidate.name)
-        reading = measured(lambda: jax.block_until_ready([candidate.run(*each) for each in arguments]))
-        if reading.fault:
-            raise ClockError(reading.fault)
-        return Reading(reading.ms / len(sets), reading.wall_ms / len(sets))
-
-    for name in candidates:  # In the first runs clocks rise.
-        run_all(name)
-    readings: dict[str, list[Reading]] = {name: [] for name in candidates}
-    for turn in range(repeats):
-        if turn >= at_least and timing.clock() >= until:
-            break
-        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
-            readings[name].append(run_all(name))
-        after_round()
-    return readings
+    try:
+        return readings(device_clock(hardware.platform))
+    except (RuntimeError, ValueError):  # a profiler may be forbidden, or in the hands of another program
+        return readings(by_host)
 
 
-def device_clock(platform: str) -> Clock | None:
-    """Returns what takes a launch and reads how long it takes; None where only hosts have clocks.
+def device_clock(platform: str) -> Clock:
+    """Returns what takes a launch and reads how long it takes: by the host where the device has no clock.
 
     On a GPU it counts the kernels of all libraries in this process.
     """
-    return _CLOCKS.get(platform)
+    return _CLOCKS.get(platform, by_host)
+
+
+def by_host(launch: Callable[[], Any]) -> Reading:
+    """Reads how long a launch takes by the host's clock alone."""
+    ms = timing.elapsed_ms(launch)
+    return Reading(ms, ms)
 
 
 def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.Array]]:
@@ -158,7 +138,7 @@ def rotated(operands: Sequence[jax.Array], hardware: Hardware) -> list[list[jax.
 
 def _by_cupti(launch: Callable[[], Any]) -> Reading:
     # A run of its own for the host's clock: to begin with CUPTI takes milliseconds.
-    wall_ms = _wall_ms(launch)
+    wall_ms = timing.elapsed_ms(launch)
     kernels = _jax_private.kernel_times_ms(launch)
     return Reading(sum(time_ms for _, time_ms in kernels), wall_ms)
 
@@ -166,15 +146,9 @@ def _by_cupti(launch: Callable[[], Any]) -> Reading:
 def _by_profiler(launch: Callable[[], Any]) -> Reading:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            wall_ms = _wall_ms(launch)
+            wall_ms = timing.elapsed_ms(launch)
         (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
         return Reading(modules_ms(jax.profiler.ProfileData.from_file(path)), wall_ms)
-
-
-def _wall_ms(launch: Callable[[], Any]) -> float:
-    start = timing.clock()
-    launch()
-    return 1e3 * (timing.clock() - start)
 
 
 def modules_ms(profile: Any) -> float:

@@ -1,18 +1,13 @@
-"""One operator at one set of shapes: every way to run it is compiled, compared with the reference, and timed."""
+"""The entry of a problem: every way to run it is compiled, compared with the reference, and timed."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-import jax
-
-from lowering.measurements import NOT_COMPILED, Entry, Key, Measurement
+from lowering.measurements import NOT_COMPILED, Entry, Measurement
 from lowering.measuring import timing
-from lowering.measuring.candidates import UNWATCHED, Candidate, Launches, Watch, candidates, launched, on_device
+from lowering.measuring.candidates import UNWATCHED, Candidate, Chosen, Machine, Watch, right_candidates
 from lowering.measuring.device_clock import Reading, candidate_readings
-from lowering.operators import Operator, unpacked
-from pallas_kernels.hardware import Hardware
-from pallas_kernels.kernel import Kind
+from lowering.measuring.problems import Problem
 
 _ROUNDS_AT_LEAST = 3
 
@@ -21,74 +16,91 @@ class OutOfTimeError(Exception):
     """The budget ended before a candidate of an operator was compiled that could be compared with its reference."""
 
 
+def take_in_turn(
+    problems: Sequence[Problem], entry_of: Callable[[Problem, float], Entry], keep: Callable[[Entry], None], end: float
+) -> bool:
+    """Keeps the entry of each problem, as it comes; returns whether time was enough for all of them.
+
+    Args:
+      problems: in their order.
+      entry_of: makes an entry from a problem and from when to stop timing, by `timing.clock`. What is left then is
+        shared evenly: a slow operator must not starve those after it.
+      keep: takes every entry; of the last one, parts may be missing.
+      end: of the time for all of them.
+    """
+    for position, problem in enumerate(problems):
+        now = timing.clock()
+        try:
+            entry = entry_of(problem, min(end, now + (end - now) / (len(problems) - position)))
+        except OutOfTimeError:
+            return False
+        keep(entry)
+        if entry.is_unfinished:
+            return False
+    return True
+
+
 def measured_entry(
-    key: Key,
-    operator: Operator,
-    operands: Sequence[jax.Array],
-    params: Mapping[str, Any],
-    hardware: Hardware,
+    problem: Problem,
+    machine: Machine,
     *,
     repeats: int,
     until: float,
     deadline: float,
-    launches: Launches | None = None,
+    chosen: Chosen = tuple,
     watch: Watch = UNWATCHED,
     after_round: Callable[[], None] = lambda: None,
 ) -> Entry:
-    """Measures the reference, and every configuration of every kernel that `launches` lets run, on these operands.
+    """Measures the reference, and the kernels that this machine runs, in the chosen configurations.
 
     Args:
-      key: of the entry.
-      operator: its record.
-      operands: what it is measured on.
-      params: its attributes.
-      hardware: the device here.
+      problem: the operator, and arrays.
+      machine: what kernels run on.
       repeats: how often to time each, if time allows.
       until: when to stop timing, by `timing.clock`, if each was timed three times.
       deadline: when to stop compiling. What is compiled by then is still timed.
-      launches: how kernels are run; by default, those for the device here as they are.
+      chosen: which of a kernel's configurations to take; by default all.
       watch: who is told what happens to each candidate.
       after_round: called when each has been timed once more.
 
     Raises:
       OutOfTimeError: if by the deadline nothing is compiled that could be compared with the reference.
     """
+    found = list(right_candidates(problem, machine, chosen, deadline, watch))
+    require_comparison(found, deadline)
+    programs = {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)}
 
-    def is_time_left() -> bool:
-        return timing.clock() < deadline
+    def before_run(candidate: Candidate) -> None:
+        watch.begins(candidate.way)
+        watch.runs()
 
-    allowed = launches or on_device(hardware)
-    found = list(candidates(operator, hardware, operands, params, allowed, watch, is_time_left))
-    is_cut_short = any(isinstance(x, Measurement) and x.discarded == NOT_COMPILED for x in found)
-    if not is_time_left() and sum(isinstance(x, Candidate) for x in found) < 1 + is_cut_short:
-        raise OutOfTimeError
     readings = candidate_readings(
-        {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)},
-        operands,
-        hardware,
+        programs,
+        problem.operands,
+        machine.hardware,
         repeats=repeats,
         until=until,
         at_least=_ROUNDS_AT_LEAST,
         after_round=after_round,
-        before_run=watch.before_run,
+        before_run=before_run,
     )
     measurements = [
         _measurement(x, readings[str(position)]) if isinstance(x, Candidate) else x for position, x in enumerate(found)
     ]
     most_repeats = max((len(series) for series in readings.values()), default=0)
-    return Entry(key, tuple(measurements), most_repeats, kinds=tuple(_kinds(operator, allowed, operands, params)))
+    kinds = {x.implementation: x.kind for x in programs.values() if x.kind is not None}
+    return Entry(problem.key, tuple(measurements), most_repeats, kinds=tuple(kinds.items()))
 
 
-def _kinds(
-    operator: Operator, launches: Launches, operands: Sequence[Any], params: Mapping[str, Any]
-) -> Iterator[tuple[str, Kind]]:
-    """Yields the kind of each kernel that takes these operands and has one."""
-    structured, attributes = unpacked(operands, params)
-    for kernel, launch in launched(operator, launches):
-        if launch.refusal(kernel, operands, params) is None:
-            kind = kernel.kind(launch.chip, *structured, **attributes)
-            if kind is not None:
-                yield kernel.name, kind
+def require_comparison(found: Iterable[Candidate | Measurement], deadline: float) -> None:
+    """Refuses what the deadline has cut so short that nothing can be compared with the reference.
+
+    Raises:
+      OutOfTimeError: if that is so.
+    """
+    discarded = [x.discarded if isinstance(x, Measurement) else "" for x in found]
+    if timing.clock() >= deadline and discarded.count("") < 1 + (NOT_COMPILED in discarded):
+        raise OutOfTimeError
 
 
 def _measurement(candidate: Candidate, readings: Sequence[Reading]) -> Measurement:

@@ -3,14 +3,72 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+Taken = TypeVar("Taken")
+
+# What cuts long work short.
+OUT_OF_TIME, INTERRUPTED = "stopped at the time budget", "interrupted"
+
 clock = time.perf_counter
+
+
+def why_stopped(work: Callable[[], bool]) -> str:
+    """Does work that tells whether time was enough; returns what cut it short, or ""."""
+    try:
+        return "" if work() else OUT_OF_TIME
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def elapsed_ms(launch: Callable[[], Any]) -> float:
+    """Returns how long a launch takes, until its results are there."""
+    start = clock()
+    jax.block_until_ready(launch())
+    return 1e3 * (clock() - start)
+
+
+def rounds(
+    names: Iterable[str],
+    take: Callable[[str], Taken],
+    *,
+    repeats: int,
+    warmups: int,
+    until: float = math.inf,
+    at_least: int = 3,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[Taken]]:
+    """Takes a time of each name `repeats` times, in turn, so that a slow minute of the machine slows all of them.
+
+    Args:
+      names: every one is taken once per round.
+      take: runs what has a name, and returns its time.
+      repeats: the number of rounds.
+      warmups: runs of each before the first round, whose times do not count.
+      until: when `clock()` has passed this, no further round begins.
+      at_least: the rounds to finish even then.
+      after_round: called after each round.
+
+    Returns:
+      The times of each, equally many for all.
+    """
+    taken: dict[str, list[Taken]] = {name: [] for name in names}
+    for name in taken:
+        for _ in range(warmups):
+            take(name)
+    for turn in range(repeats):
+        if turn >= at_least and clock() >= until:
+            break
+        # Every other round goes backwards, so that nothing always runs after the same neighbour.
+        for name in list(taken)[:: 1 if turn % 2 == 0 else -1]:
+            taken[name].append(take(name))
+        after_round()
+    return taken
 
 
 def times_ms(
@@ -20,42 +78,18 @@ def times_ms(
     warmups: int = 2,
     prepare: Callable[[str], Sequence[Any]] = lambda name: (),
     until: float = math.inf,
-    at_least: int = 3,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Times each candidate `repeats` times, in turn, so that a slow minute of the machine slows all of them.
+    """Times candidates in turn by the host's clock, in milliseconds, with the other arguments of `rounds`.
 
-    Args:
-      candidates: each returns results that the clock waits for, or nothing if it has waited itself.
-      repeats: the number of rounds. Every candidate runs once per round.
-      warmups: untimed runs of each candidate before the first round.
-      prepare: makes the arguments of one run of a candidate before the clock starts.
-      until: when `clock()` has passed this, no further round begins.
-      at_least: the rounds to finish even then.
-      after_round: called after each round.
-
-    Returns:
-      The times of each candidate in milliseconds, equally many for all.
+    The clock waits for the results of a candidate, not for its arguments, which `prepare` makes from its name.
     """
 
-    def elapsed_ms(name: str) -> float:
+    def take(name: str) -> float:
         arguments = jax.block_until_ready(prepare(name))
-        start = clock()
-        jax.block_until_ready(candidates[name](*arguments))
-        return 1e3 * (clock() - start)
+        return elapsed_ms(lambda: candidates[name](*arguments))
 
-    for name in candidates:
-        for _ in range(warmups):
-            elapsed_ms(name)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(repeats):
-        if turn >= at_least and clock() >= until:
-            break
-        # Every other round goes backwards, so that no candidate always runs after the same neighbour.
-        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
-            times[name].append(elapsed_ms(name))
-        after_round()
-    return times
+    return rounds(candidates, take, repeats=repeats, warmups=warmups, until=until, after_round=after_round)
 
 
 def summary(times: list[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from lowering.describe import show
 from lowering.errors import TuningError
@@ -21,28 +21,16 @@ from lowering.explain import operator_uses
 from lowering.functions import require_function
 from lowering.measurements import Entry, Key
 from lowering.measuring import timing
-from lowering.measuring.entries import OutOfTimeError, measured_entry
-from lowering.measuring.inputs import made_up
+from lowering.measuring.candidates import Machine
+from lowering.measuring.entries import measured_entry, take_in_turn
+from lowering.measuring.problems import Problem
 from lowering.measuring.replaying import replayed_entry
-from lowering.operators import Operator, operator_of
+from lowering.operators import operator_of
 from lowering.schedule.data_hints import Given
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
 from lowering.tuning import TuningResult, merged
 from pallas_kernels.hardware import Hardware
-
-INTERRUPTED = "interrupted"
-_OUT_OF_TIME = "stopped at the time budget"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """One operator at one set of shapes; `operands` is None if they have to be made up."""
-
-    operator: Operator
-    types: tuple[Any, ...]
-    params: Mapping[str, Any]
-    operands: tuple[jax.Array, ...] | None
 
 
 def tune(
@@ -110,24 +98,38 @@ def tune(
         operands = tuple(map(jnp.asarray, args))
         problems = {key: dataclasses.replace(problem, operands=operands) for key, problem in problems.items()}
     held = [entry for entry in _held(path) if entry.key in problems and entry.replayed == (by == "schedule")]
-    known = {} if again else {entry.key: entry for entry in held if not entry.is_unfinished}
-    measured: dict[Key, Entry] = {}
+    found = {} if again else {entry.key: entry for entry in held if not entry.is_unfinished}
+    waiting = [problem for key, problem in problems.items() if key not in found]
+    measured: list[Entry] = []
+    machine, deadline = Machine(hardware), timing.clock() + budget_seconds
 
     def save(stopped: str) -> None:
         if path is not None:
-            TuningResult(merged(_held(path), measured.values()), stopped).save(path)
+            TuningResult(merged(_held(path), measured), stopped).save(path)
 
-    save(INTERRUPTED)  # true until the end, and shows at once whether the file can be written
-    waiting = {key: problem for key, problem in problems.items() if key not in known}
+    def keep(entry: Entry) -> None:
+        measured.append(entry)
+        found[entry.key] = entry
+        bar.update(TaskID(0), completed=len(measured))
+        save(timing.INTERRUPTED)
 
-    def take(key: Key, until: float, deadline: float, bar: Progress) -> Entry:
+    def entry_of(problem: Problem, until: float) -> Entry:
+        bar.update(TaskID(0), description=str(problem))
         if by == "schedule":
-            return _replay(key, waiting[key], hardware, data, deadline, bar)
-        return _measure(key, waiting[key], hardware, repeats, until, deadline, bar)
+            return replayed_entry(problem, machine, data, deadline)
+        return measured_entry(
+            problem.with_arrays(),
+            machine,
+            repeats=repeats,
+            until=until,
+            deadline=deadline,
+            after_round=lambda: bar.advance(TaskID(0), 1 / repeats),
+        )
 
-    stopped = _measure_all(waiting, take, budget_seconds, progress, measured, save) or left_out
+    save(timing.INTERRUPTED)  # true until the end, and shows at once whether the file can be written
+    with timing.progress_bar(len(waiting), progress) as bar:
+        stopped = timing.why_stopped(lambda: take_in_turn(waiting, entry_of, keep, deadline)) or left_out
     save(stopped)
-    found = known | measured
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
 
 
@@ -178,88 +180,25 @@ def _is_number(value: Any, kind: Any) -> bool:
     )
 
 
-def _measure_all(
-    waiting: Collection[Key],
-    take: Callable[[Key, float, float, Progress], Entry],
-    budget_seconds: float,
-    progress: bool | None,
-    measured: dict[Key, Entry],
-    save: Callable[[str], None],
-) -> str:
-    """Fills `measured`, saving after each operator; returns why not everything was measured, or ""."""
-    deadline = timing.clock() + budget_seconds
-    try:
-        with timing.progress_bar(len(waiting), progress) as bar:
-            for position, key in enumerate(waiting):
-                # What is left of the budget, shared evenly: a slow operator must not starve those after it.
-                now = timing.clock()
-                until = min(deadline, now + (deadline - now) / (len(waiting) - position))
-                measured[key] = take(key, until, deadline, bar)
-                if measured[key].is_unfinished:
-                    return _OUT_OF_TIME
-                bar.update(TaskID(0), completed=position + 1)
-                save(INTERRUPTED)
-    except OutOfTimeError:
-        return _OUT_OF_TIME
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return ""
-
-
-def _replay(
-    key: Key,
-    problem: _Problem,
-    hardware: Hardware,
-    data: Mapping[str, Any],
-    deadline: float,
-    bar: Progress,
-) -> Entry:
-    bar.update(TaskID(0), description=f"{key.operator} {', '.join(key.operands)}")
-
-    def require_time() -> None:
-        if timing.clock() >= deadline:
-            raise OutOfTimeError
-
-    return replayed_entry(key, problem.operator, problem.types, problem.params, hardware, data, require_time)
-
-
 def _held(path: str | Path | None) -> tuple[Entry, ...]:
     """Returns what the file holds now; another process may be adding to it."""
     return TuningResult.load(path).entries if path is not None and os.path.exists(path) else ()
 
 
-def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, _Problem], str]:
+def _problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[dict[Key, Problem], str]:
     """Returns every distinct operator in order of first use, and a sentence about those that are left out."""
-    found: dict[Key, _Problem] = {}
+    found: dict[Key, Problem] = {}
     split: set[str] = set()
     for use in operator_uses(jaxpr_of(fn, args), args, hardware):
         if use.split not in ("none", "manual"):
             split.add(use.operator.name)
             continue
-        key = Key.of(use.operator.name, hardware, use.operands, use.params)
-        assert key is not None  # the device here is known
-        found.setdefault(key, _Problem(use.operator, tuple(use.operands), use.params, None))
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in use.operands]
+        problem = Problem.of(use.operator, hardware, types, use.params)
+        found.setdefault(problem.key, problem)
     return found, f"without {', '.join(sorted(split))}, which is split over a mesh" if split else ""
 
 
 def _is_operator(fn: Any) -> bool:
     primitive = getattr(fn, "primitive", None)
     return isinstance(primitive, Primitive) and operator_of(primitive) is not None
-
-
-def _measure(
-    key: Key, problem: _Problem, hardware: Hardware, repeats: int, until: float, deadline: float, bar: Progress
-) -> Entry:
-    operands = problem.operands or made_up(problem.types, list(problem.params.values()))
-    bar.update(TaskID(0), description=f"{key.operator} {', '.join(key.operands)}")
-    return measured_entry(
-        key,
-        problem.operator,
-        operands,
-        problem.params,
-        hardware,
-        repeats=repeats,
-        until=until,
-        deadline=deadline,
-        after_round=lambda: bar.advance(TaskID(0), 1 / repeats),
-    )

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import time
 from pathlib import Path
 
 import campaign_toys as toys
@@ -20,16 +19,16 @@ from jaxops_command.app import app
 from lowering import tuning_store
 from lowering.campaign import run as running
 from lowering.campaign.channel import Channel, step_name
-from lowering.campaign.machine import Machine
-from lowering.campaign.measuring import measure
-from lowering.campaign.problems import problems
 from lowering.campaign.process import PATIENCE, Ending, converse
-from lowering.campaign.verifying import verify
+from lowering.campaign.stages import measure, verify
 from lowering.measurements import Key, Measurement, versions
+from lowering.measuring import timing
+from lowering.measuring.candidates import Machine
+from lowering.measuring.problems import problems
 from lowering.targets import named
 
 CPU = named("cpu")
-HERE = Machine(CPU, rehearse=False)
+HERE = Machine(CPU)
 TOYS = "campaign_toys:SUITE"
 
 
@@ -86,7 +85,7 @@ def test_a_refusal_is_told_with_its_reason():
 
 def test_measuring_leaves_out_what_went_wrong_and_keeps_the_reason():
     faults = {"toy_double": dict.fromkeys(("wrong", "unsteady", "failing"), "wrong: off by 1 (float32[12])")}
-    machine = Machine(CPU, rehearse=False, faults=faults)
+    machine = Machine(CPU, faults=faults)
     records, _ = told(lambda channel: measure(toys.DOUBLE, machine, channel, "time", 100.0))
     (entry,) = [record["entry"] for record in records]
     timed = [candidate["implementation"] for candidate in entry["candidates"] if candidate["median_us"] is not None]
@@ -106,7 +105,7 @@ def test_operators_are_given_what_the_function_gives_them():
 def heard(messages, then, **limits):
     records = []
     request = {"messages": messages, "then": then}
-    limits = {"limit_seconds": 20.0, "deadline": time.monotonic() + 60, **limits}
+    limits = {"limit_seconds": 20.0, "deadline": timing.clock() + 60, **limits}
     return converse(request, {}, records.append, module="campaign_child", **limits), records
 
 
@@ -115,9 +114,9 @@ RUNS, RAN = {"runs": True}, {"runs": False}
 
 
 def test_a_process_that_says_nothing_more_is_ended_and_blamed():
-    start = time.monotonic()
+    start = timing.clock()
     ending, records = heard([*BEGIN, RUNS], "sleep", limit_seconds=2.0)
-    assert time.monotonic() - start < 9  # while something runs; a compiler has five times as long
+    assert timing.clock() - start < 9  # while something runs; a compiler has five times as long
     assert (ending.how, ending.case, ending.ran, records) == ("hangs", "double", True, [{"a": 1}])
     assert ending.begun == {"kernel": "endless"}
 
@@ -128,9 +127,9 @@ def test_a_process_that_says_nothing_more_is_ended_and_blamed():
     ids=["compiling", "after the run"],
 )
 def test_the_limit_of_a_run_does_not_count_while_nothing_of_it_runs(messages, begun):
-    start = time.monotonic()
+    start = timing.clock()
     ending, _ = heard(messages, "sleep", limit_seconds=0.5)
-    assert time.monotonic() - start > 0.5 * PATIENCE
+    assert timing.clock() - start > 0.5 * PATIENCE
     assert (ending.how, ending.begun, ending.ran) == ("hangs", begun, False)
 
 
@@ -145,7 +144,7 @@ def test_a_process_that_dies_is_quoted():
 
 
 def test_the_end_of_the_budget_blames_nobody():
-    assert heard(BEGIN, "sleep", deadline=time.monotonic() + 1.0)[0].how == "budget"
+    assert heard(BEGIN, "sleep", deadline=timing.clock() + 1.0)[0].how == "budget"
     assert heard([{"case": "double"}, {"ended": "done"}], "sleep")[0].how == "done"
 
 
@@ -265,7 +264,7 @@ def test_loops_are_verified_with_and_without_recording_on_gpus(script, tmp_path)
     assert [task.flags for task in run._tasks("tune", [looping])] == [""]
     steps, requests = script
     steps += [([done("looping")], Ending("done", "looping"))] * 2
-    run._device["versions"], run._path, run._deadline = {}, tmp_path / "found.jsonl", time.monotonic() + 60
+    run._device["versions"], run._path, run._deadline = {}, tmp_path / "found.jsonl", timing.clock() + 60
     for task in run._tasks("verify", [dataclasses.replace(looping, name="looping")]):
         assert run._finish(task)
     assert [request["only_loops"] for request, _ in requests] == [False, True]

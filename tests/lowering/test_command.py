@@ -493,7 +493,7 @@ def test_interrupted_tune_says_in_one_sentence_what_it_kept(tmp_path: Path, monk
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(timing, "times_ms", interrupted)
+    monkeypatch.setattr(timing, "rounds", interrupted)
     result = run("tune", "mine.py:loss", "--output", "tuned.json", "--json")
     assert result.exit_code == 130
     assert result.stderr == "jaxops: interrupted after 0 of the function's operators, which tuned.json keeps\n"

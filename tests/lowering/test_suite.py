@@ -10,9 +10,9 @@ import pytest
 import jaxops
 import lowering
 from jaxops._suite import SUITE
-from lowering.campaign.problems import problems
-from lowering.campaign.verifying import fault_of, truth_of
 from lowering.explain import operator_uses
+from lowering.measuring.agreement import fault_of, truth_in_float64
+from lowering.measuring.problems import problems
 from lowering.operators import Place, on_arrays, unpacked
 from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
@@ -53,8 +53,8 @@ def test_each_form_has_the_results_that_a_campaign_compares(name, size):
     x, weight, labels = case.arguments(*size)
     labels = jnp.where(jnp.arange(labels.size) % 3 == 0, labels, -100)
     for problem in problems(case.fn, (x, weight, labels), here()):
-        meaning = functools.partial(problem.operator.meaning, **problem.params)
-        expected, truth = jax.jit(meaning)(*problem.operands), truth_of(meaning, problem.operands)
+        expected = jax.jit(problem.meaning)(*problem.operands)
+        truth = truth_in_float64(problem.meaning, problem.operands)
         assert problem.operator.forms
         for form in problem.operator.forms:
             run = on_arrays(functools.partial(form.run, place=Place("cpu")), problem.params)

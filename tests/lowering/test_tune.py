@@ -196,7 +196,7 @@ def test_what_is_compiled_when_time_runs_out_is_timed_and_next_time_measured_ane
 
 def test_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path, clock, monkeypatch):
     path = tmp_path / "tuned.json"
-    rounds = timing.times_ms
+    rounds = timing.rounds
     calls = []
 
     def interrupted(*args, **kwargs):
@@ -205,7 +205,7 @@ def test_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path,
             raise KeyboardInterrupt
         return rounds(*args, **kwargs)
 
-    monkeypatch.setattr(timing, "times_ms", interrupted)
+    monkeypatch.setattr(timing, "rounds", interrupted)
     first = lowering.tune(squares, X, repeats=3, path=path)
     assert (len(first.entries), first.complete, first.stopped) == (1, False, "interrupted")
     assert lowering.TuningResult.load(path) == first

@@ -1,6 +1,7 @@
-"""The operators of a function, each with the operands that the function itself gives it."""
+"""The operators of a function, each with operands."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,18 +9,50 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lowering.measurements import Key
+from lowering.measuring.inputs import made_up
 from lowering.operators import Operator, operator_of
 from pallas_kernels.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An operator on operands; `key` is what a measurement of it is valid for."""
+    """An operator on operands.
+
+    Attributes:
+      key: what a measurement of it is valid for.
+      operator: its record.
+      operands: arrays, or their types where nothing is run on them.
+      params: its attributes.
+    """
 
     key: Key
     operator: Operator
-    operands: tuple[jax.Array, ...]
+    operands: tuple[Any, ...]
     params: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, operator: Operator, hardware: Hardware, operands: Sequence[Any], params: Mapping[str, Any]
+    ) -> "Problem":
+        """Returns the problem with its key for a chip, which is here or was named."""
+        key = Key.of(operator.name, hardware, operands, params)
+        assert key is not None  # the chip is known
+        return cls(key, operator, tuple(operands), params)
+
+    @property
+    def meaning(self) -> Callable[..., Any]:
+        """The reference as a function of the operands."""
+        return functools.partial(self.operator.meaning, **self.params)
+
+    def with_arrays(self) -> "Problem":
+        """Returns the problem with made-up arrays, if it has types alone."""
+        if all(isinstance(x, jax.Array) for x in self.operands):
+            return self
+        arrays = made_up(self.operands, list(self.params.values()))
+        return dataclasses.replace(self, operands=tuple(arrays))
+
+    def __str__(self) -> str:
+        return f"{self.operator.name} {', '.join(self.key.operands)}"
 
 
 def problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) -> tuple[Problem, ...]:
@@ -43,9 +76,8 @@ def problems(fn: Callable[..., Any], args: Sequence[Any], hardware: Hardware) ->
 
     found: dict[Key, Problem] = {}
     for operands, (operator, params) in zip(operands_of_all(*jax.tree.leaves(args)), used, strict=True):
-        key = Key.of(operator.name, hardware, operands, params)
-        assert key is not None  # the device here is known
-        found.setdefault(key, Problem(key, operator, tuple(operands), params))
+        problem = Problem.of(operator, hardware, operands, params)
+        found.setdefault(problem.key, problem)
     return tuple(found.values())
 
 
