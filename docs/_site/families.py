@@ -25,7 +25,7 @@ KERNELS = (
     "[replays]({root}replays.md) show it.\n\n"
 )
 
-# What a family computes, before anything else on its page.
+# What a family computes, before anything else on its page; others have it in the docstrings of their functions.
 FORMULAS = {
     "activation": r"y = f(x), \quad f \in \{\sigma, \mathrm{relu}, \tanh, \mathrm{elu}, \mathrm{swish}, \ldots\}",
     "affine_grid": r"g_{nhw} = \theta_n (x_w, y_h, 1)^T",
@@ -115,7 +115,8 @@ def _default(operator: jaxops.Operator, platform: str) -> str:
 def _page(family: str, names: list[str]) -> str:
     operators = [operator for operator in jaxops.operators() if family_of(operator) == family]
     text = [f"# {TITLES.get(family, family.replace('_', ' ').capitalize())}\n"]
-    text.append(f'<div class="formula">{convert(FORMULAS[family], display="block")}</div>\n')
+    if family in FORMULAS:
+        text.append(f'<div class="formula">{convert(FORMULAS[family], display="block")}</div>\n')
     if family in NOTEBOOKS:
         links = (f"[`{name}`]({_notebook(name)})" for name in NOTEBOOKS[family])
         text.append(f"In use, in a notebook: {', '.join(links)}.\n")

@@ -46,7 +46,10 @@ _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds pages that `mkdocs.yml` does not place, so that none is lost: to the section of the compiler."""
+    """Adds the pages of operators, and what `mkdocs.yml` does not place, so that it is not lost, to the compiler's."""
+    (operators,) = (section["Operators"] for section in config.nav if "Operators" in section)
+    at = operators.index("frameworks.md")
+    operators[at:at] = [f"operators/{family}.md" for family in families.functions()]
     (compiler,) = (section["Compiler"] for section in config.nav if "Compiler" in section)
     placed = str(config.nav)
     compiler += [page.name for page in sorted(DOCS.glob("*.md")) if f"'{page.name}'" not in placed]
