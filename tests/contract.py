@@ -7,8 +7,10 @@ operator's own test file.
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +20,9 @@ import splits
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import jaxops
 import lowering
-from jaxops import NotSupportedError
+from jaxops import NotSupportedError, Operator
 from jaxops.testing import calls, derivatives, meshes
 from jaxops.testing.compare import DEFAULTS, Tolerance
 from jaxops.testing.report import Broken, Skipped
@@ -65,6 +68,38 @@ class Case:
 
 
 Check = Callable[[Case], None]
+
+
+def with_kernels() -> list[Operator]:
+    """The operators of this library that have kernels; tests make others."""
+    return [x for x in jaxops.operators() if any(k.run.__module__.startswith("pallas_kernels.") for k in x.kernels)]
+
+
+def families() -> list[str]:
+    """The files and folders of `jaxops` that operators are defined in, by name."""
+    functions = [operator.reference for operator in jaxops.operators()]
+    modules = (getattr(fn, "func", fn).__module__.split(".") for fn in functions)
+    return sorted({parts[1] for parts in modules if parts[0] == "jaxops"})
+
+
+@functools.cache
+def cases_of(family: str) -> tuple[Case, ...]:
+    """The `CASES` of a family's test module: `test_<family>`, or `test_<family>_promises`."""
+    names = (f"test_{family}{suffix}" for suffix in ("_promises", ""))
+    name = next((name for name in names if importlib.util.find_spec(name)), None)
+    assert name is not None, f"test_{family}.py must be there, with CASES"
+    return tuple(importlib.import_module(name).CASES)
+
+
+def representatives(covered: Collection[str] = ()) -> dict[str, Case]:
+    """The first case of each operator and its gradient, by a name for tests; none of operators that are covered."""
+    found: dict[str, Case] = {}
+    for family in families():
+        for case in cases_of(family):
+            if case.implementation == "auto" and case.operator not in covered:
+                is_known = case.operator in found and found[case.operator].backward != case.backward
+                found.setdefault(f"{case.operator}, {case.backward}" if is_known else case.operator, case)
+    return found
 
 
 def first_in_every_run(cases: Sequence[Any]) -> list[Any]:

@@ -14,11 +14,8 @@ from pathlib import Path
 # JAX reads the environment when it starts. What was tuned on this machine does not count, and no chip is asked.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAXOPS_TUNED"] = os.path.join(os.path.dirname(__file__), "no-results")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "operators"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "rewriting"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "lowering"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(path) for path in Path(__file__).parents[2].glob("tests/**/"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import jax
 
@@ -46,11 +43,9 @@ def result_of(find):
 
 
 def record(name: str, net: Net, wanted: str) -> bool:
-    """Writes what a net finds; keeps what was recorded of cases that are not wanted."""
+    """Writes what a net finds; keeps what was recorded of cases that are not wanted and that there are still."""
     results = net.read() if wanted else {}
-    for case, find in net.cases():
-        if wanted in case:
-            results[case] = find()
+    results = {case: find() if wanted in case else results[case] for case, find in net.cases()}
     net.write(results)
     print(f"{name}: {len(results)} cases in {net.file}, {(RECORDED / net.file).stat().st_size:,} bytes", flush=True)
     return True

@@ -1,8 +1,13 @@
-"""One valid call of each public function, with a value for as many of its arguments as it can take at once."""
+"""One valid call of each public function, with a value for as many of its arguments as it can take at once.
+
+A function that the table lacks is called as in the case of its operator that calls nothing else.
+"""
 
 import functools
+import inspect
 from typing import Any
 
+import contract
 import jax
 import numpy as np
 
@@ -79,8 +84,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         jaxops.batch_norm_inference,
         {"x": IMAGE, "scale": ROW, "bias": ROW, "mean": ROW, "var": ROW, "residual": IMAGE, "layout": "NCHW"},
     ),
-    "divisive_norm": (jaxops.divisive_norm, {"x": IMAGE, "means": IMAGE, "layout": "NCHW"}),
-    "local_response_norm": (jaxops.local_response_norm, {"x": IMAGE, "layout": "NCHW"}),
     "dropout": (jaxops.dropout, {"key": KEY, "x": LOGITS, "rate": 0.5}),
     "ema_adam": (functools.partial(stepped, jaxops.ema_adam), {"learning_rate": 0.1}),
     "ema_adam_rows": (functools.partial(stepped, jaxops.ema_adam_rows), {"learning_rate": 0.1}),
@@ -95,15 +98,12 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         jaxops.fused_apply,
         {"transform": OPTIMIZER, "grads": PARAMS, "opt_state": OPTIMIZER.init(PARAMS), "params": PARAMS},
     ),
-    "embedding": (jaxops.embedding, {"table": WEIGHT, "indices": IDS}),
     "embedding_row_gradients": (
         jaxops.embedding_row_gradients,
         {"grad": LOGITS, "indices": IDS, "num_weights": 4},
     ),
-    "grid_sample": (jaxops.grid_sample, {"x": IMAGE, "grid": GRID}),
     "linear_cross_entropy": (jaxops.linear_cross_entropy, {"x": LOGITS, "weight": WEIGHT, "labels": IDS}),
     "linear_log_probs": (jaxops.linear_log_probs, {"x": LOGITS, "weight": WEIGHT, "labels": IDS}),
-    "nll_loss": (jaxops.nll_loss, {"log_probs": LOGITS, "labels": IDS}),
     "softmax": (jaxops.softmax, {"x": LOGITS}),
     "use": (used, {"implementation": "auto", "operator": "auto"}),
     "aclnn.embedding_dense_backward": (
@@ -275,3 +275,20 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"desc": TRANSFORMER, "x": IMAGE, "dy": IMAGE, "grid": GRID, "dx": IMAGE, "dgrid": GRID},
     ),
 }
+
+
+def call_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """A call of a public function that is a case of its operator: of those, one with the most arguments."""
+    function, found = getattr(jaxops, name), [{}]
+    for case in contract.cases_of(function.__module__.split(".")[1]):
+        called = case.fn if isinstance(case.fn, functools.partial) else functools.partial(case.fn)
+        if called.func is function:
+            operands = case.operands(np.random.default_rng(0))
+            found.append(inspect.signature(function).bind(*operands, **called.keywords).arguments)
+    assert len(found) > 1, f"{name} must be called here or be the `fn` of a case"
+    return function, max(found, key=len)
+
+
+NO_ARRAYS = {"operators", "tune_device"}
+FUNCTIONS = {name for name in jaxops.__all__ if inspect.isfunction(getattr(jaxops, name))} - NO_ARRAYS
+CALLS |= {name: call_of(name) for name in sorted(FUNCTIONS - {name.partition("-")[0] for name in CALLS})}

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import campaign_toys as toys
+import contract
 import jax
 import numpy as np
 import pytest
-from test_suite import is_ours
 from typer.testing import CliRunner
 
 import jaxops
@@ -335,8 +335,7 @@ def test_whole_campaign_of_toys_survives_them(tmp_path):
 def test_rehearsal_runs_every_stage_to_its_end(tmp_path):
     campaign = jaxops.tune_device(rehearse=True, folder=tmp_path, budget_seconds=600, limit_seconds=200)
     assert campaign.stopped == ""
-    ours = filter(is_ours, jaxops.operators())
-    kernels = {(operator.name, kernel.name) for operator in ours for kernel in operator.kernels}
+    kernels = {(operator.name, kernel.name) for operator in contract.with_kernels() for kernel in operator.kernels}
     found = {(row.operator, row.kernel): row.outcome for row in campaign.rows}
     assert kernels <= found.keys()
     # It takes nothing so small.

@@ -12,15 +12,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from test_suite import H100
 
 import jaxops
 import lowering
 from jaxops._suite import BF16
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from lowering.register import kernels_of
+from lowering.targets import named
 
 ROOT = Path(__file__).parents[2]
+H100 = named("cuda-h100")
 CALLS, OTHERS = ("first", "second"), ("tune", "profile")
 TIMED = {
     *("probe", "headline", "agreement", "chunks", "peers", "forms", "lce", "steps", "scoring", "races", "optimizers"),

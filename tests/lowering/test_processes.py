@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import contract
 import jax
 import numpy as np
-import process_operators
 import pytest
 from typer.testing import CliRunner
 
@@ -289,7 +290,7 @@ def held_by_devices(count: int, at: Path) -> dict[str, str]:
     members = [
         subprocess.Popen(
             [sys.executable, script, address, str(count), str(number), str(file)],
-            env=processes._environment(count),
+            env={**processes._environment(count), "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.DEVNULL,
         )
         for number, file in enumerate(files)
@@ -312,6 +313,6 @@ def held_in_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_operator_in_processes_is_that_of_one_bit_for_bit(count, tmp_path, held_in_one_process):
     held = held_by_devices(count, tmp_path)
-    assert len(held) >= 2 * 3 * 4 * len(process_operators.OPERATORS)
+    assert len(held) >= 2 * 3 * 4 * len(contract.representatives())
     assert [name for name in held if held[name] != held_in_one_process[name]] == []
     assert held.keys() == held_in_one_process.keys()

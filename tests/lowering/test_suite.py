@@ -2,12 +2,12 @@
 
 import functools
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxops
 import lowering
 from jaxops._suite import SUITE
 from lowering.explain import operator_uses
@@ -18,11 +18,6 @@ from lowering.static_leaves import jaxpr_of, of_arrays
 from lowering.targets import here, named
 
 H100 = named("cuda-h100")
-
-
-def is_ours(operator):
-    """Whether this operator has kernels, and is no toy."""
-    return any(kernel.run.__module__.startswith("pallas_kernels.") for kernel in operator.kernels)
 
 
 def problems_of(case, size):
@@ -41,7 +36,7 @@ def test_suite_has_every_kernel():
             args = jax.eval_shape(lambda case=case, size=size: case.arguments(*size))
             rows = lowering.explain(case.fn, *args, target="cuda-h100").rows
             used |= {row.operator for row in rows}
-    assert {operator.name for operator in jaxops.operators() if is_ours(operator)} <= used
+    assert {operator.name for operator in contract.with_kernels()} <= used
     assert len({case.name for case in SUITE}) == len(SUITE)
 
 

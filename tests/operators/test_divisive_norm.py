@@ -1,5 +1,7 @@
 """`divisive_norm`: against loops in NumPy float64 and worked figures, and what every operator promises."""
 
+import functools
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -274,7 +276,7 @@ def test_divisive_norm_operators_refuse_other_shapes():
 def case(name, shape, operands, **attributes):
     return contract.Case(
         name,
-        lambda *xs: divisive_norm(*xs, **STRONG, **{"layout": "NCHW"} | attributes),
+        functools.partial(divisive_norm, **STRONG, **{"layout": "NCHW"} | attributes),
         lambda rng: tuple(rng.normal(size=shape).astype(np.float32) for _ in range(operands)),
         differentiable=tuple(range(operands)),
         batched=(0,) * operands,

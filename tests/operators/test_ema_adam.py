@@ -12,6 +12,7 @@ import pytest
 import lowering
 from jaxops import ema_adam, ema_params, fused_apply
 from jaxops._checks.arguments import BadParamError
+from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Coefficients, step_coefficients
 from pallas_kernels import ema_adam_update
 
@@ -217,7 +218,7 @@ CASES = [
         name=f"{mode}-{output}",
         fn=functools.partial(
             lambda *operands, **params: APPLY_FUSED_EMA_ADAM(
-                *operands, COEFFICIENTS.astype(operands[1].dtype), **params
+                *operands, COEFFICIENTS.astype(accumulation_dtype(operands[1].dtype)), **params
             ),
             mode=mode,
             output=output,

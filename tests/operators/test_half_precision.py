@@ -1,7 +1,8 @@
 """Gradients in float16 at cotangents and sizes where what is rounded on the way leaves float16's range.
 
 A mean over 4096 elements of a cotangent of 2^-14 is below float16's least number, 2^-24; yet their sum is not. So each
-operator has to sum, divide and blend in float32 and to round once. The truth is NumPy's in float64. Linear cross
+operator has to sum, divide and blend in float32 and to round once. The truth is NumPy's in float64. Operators that are
+not in the table are tried on the first of their cases; their truth is their own gradient in float64. Linear cross
 entropy, which has to round before its matrix products, has a file of its own.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import batch_norm_oracle
+import contract
 import grid_sample_oracle
 import jax
 import jax.numpy as jnp
@@ -73,7 +75,7 @@ ROWS = {
         ((4, 500),),
         lambda dy, x: (softmax_oracle.backward(softmax_oracle.forward(x, (-1,), False), dy, (-1,), False),),
     ),
-    "log_softmax": Row(
+    "softmax, log": Row(
         lambda x: jaxops.softmax(x, algorithm="log"),
         ((4, 4096),),
         lambda dy, x: (softmax_oracle.backward(softmax_oracle.forward(x, (-1,), True), dy, (-1,), True),),
@@ -134,16 +136,45 @@ ROWS = {
 }
 
 
+OTHERS = contract.representatives(covered={*(name.partition(",")[0] for name in ROWS), "linear_cross_entropy"})
+
+
+def drawn_cotangent(y, size, rng):
+    """Of one sign on average: what is lost in rounding down does not cancel."""
+    return jnp.asarray(size * (1 + 0.3 * rng.normal(size=y.shape)), y.dtype)
+
+
+def assert_rounded_once(grad, true):
+    assert grad.dtype == jnp.float16
+    # The results that are kept for the gradient, as a softmax is, are rounded as well.
+    np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=0, atol=1e-3 * np.abs(true).max() + LEAST)
+
+
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, row in ROWS.items() for size in row.sizes])
 def test_float16_gradients_are_rounded_once(name, size):
     row, rng = ROWS[name], np.random.default_rng(0)
     operands = [jnp.asarray(rng.normal(size=shape), "float16") for shape in row.shapes]
     y, pull = jax.vjp(jax.jit(row.fn), *operands)
-    # Of one sign on average: what is lost in rounding down does not cancel.
-    dy = jnp.asarray(size * (1 + 0.3 * rng.normal(size=y.shape)), y.dtype)
+    dy = drawn_cotangent(y, size, rng)
     wide = [np.asarray(x, np.float64) for x in (dy, *operands)]
     for grad, true in zip(pull(dy), row.truth(*wide), strict=True):
-        assert grad.dtype == jnp.float16
         assert 10 * LEAST < np.abs(true).max() < 65504
-        # The results that are kept for the gradient, as a softmax is, are rounded as well.
-        np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=0, atol=1e-3 * np.abs(true).max() + LEAST)
+        assert_rounded_once(grad, true)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", Row.sizes)
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_float16_gradients_of_other_operators_are_rounded_once(case, size, rng):
+    def gradients(operands, dtype, dy=None):
+        fn, primals = case.trial.at_differentiable([x.astype(dtype) if x.dtype.kind == "f" else x for x in operands])
+        y, pull = jax.vjp(jax.jit(fn), *primals)
+        dy = [drawn_cotangent(x, size, rng) for x in y] if dy is None else [x.astype(dtype) for x in dy]
+        return pull(dy), dy
+
+    narrow = [jnp.asarray(x, "float16") if x.dtype.kind == "f" else x for x in case.trial.operands]
+    found, dy = gradients(narrow, "float16")
+    with jax.enable_x64(True):
+        expected, _ = gradients([np.asarray(x) for x in narrow], "float64", [np.asarray(x) for x in dy])
+    for grad, true in zip(found, expected, strict=True):
+        assert_rounded_once(grad, true)

@@ -180,7 +180,7 @@ def test_local_response_norm_refuses_bad_input(x, attributes, words):
 def case(name, shape, implementation="auto", **attributes):
     return contract.Case(
         name,
-        lambda x: local_response_norm(x, **STRONG, **{"layout": "NCHW"} | attributes),
+        functools.partial(local_response_norm, **STRONG, **{"layout": "NCHW"} | attributes),
         lambda rng: (rng.normal(size=shape).astype(np.float32),),
         differentiable=(0,),
         batched=(0,),
