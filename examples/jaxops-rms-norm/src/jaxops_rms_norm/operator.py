@@ -1,4 +1,4 @@
-"""What RMS normalization means: the public function, its checks, the reference, the derivative and the records."""
+"""RMS normalization: the public function, its checks, the reference, the derivative and the records."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float = 1e-6) -> jax.A
 
 
 def _check(x: Any, weight: Any, *, epsilon: float) -> None:
-    """Sees shapes and dtypes alone: the same words outside jit, under it and ahead of time."""
+    """Checks shapes and dtypes alone, in the same words outside jit, under it and ahead of time."""
     for name, operand in (("x", x), ("weight", weight)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise BadParamError(f"rms_norm: {name} must be floating point; got {operand.dtype}")
@@ -43,14 +43,14 @@ def _check(x: Any, weight: Any, *, epsilon: float) -> None:
 
 
 def _normalized(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Rows in float32 at least, over their root mean squares; and one over these."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """Returns rows in float32 at least, over their root mean squares; and one over these."""
+    wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return wide * scale, scale
 
 
 def _along_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """The weight at every position of the rows, in their dtype."""
+    """Returns the weight at every position of the rows, in their dtype."""
     return jnp.broadcast_to(weight.astype(rows.dtype), rows.shape)
 
 
@@ -60,7 +60,7 @@ def _forward(x: jax.Array, weight: jax.Array, *, epsilon: float) -> tuple[jax.Ar
 
 
 def _backward(grad: jax.Array, x: jax.Array, weight: jax.Array, *, epsilon: float) -> tuple[jax.Array, ...]:
-    """With n = x / rms and g = grad * weight: dx = (g - n * mean(g * n)) / rms, and dweight = sum(grad * n)."""
+    """Computes, for n = x / rms and g = grad * weight, (g - n * mean(g * n)) / rms and sum(grad * n)."""
     normalized, scale = _normalized(x, epsilon)
     wide = grad.astype(normalized.dtype)
     scaled = wide * _along_rows(weight, wide)

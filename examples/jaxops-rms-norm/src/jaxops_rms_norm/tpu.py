@@ -39,13 +39,17 @@ def run(
         in_specs=[pl.BlockSpec(block, lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))],
         out_specs=pl.BlockSpec(block, lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(rows.shape, x.dtype),
+        # For each element a square, a sum and two products; for each row a root.
+        cost_estimate=pl.CostEstimate(
+            flops=4 * rows.size, transcendentals=rows.shape[0], bytes_accessed=2 * rows.size * rows.dtype.itemsize
+        ),
         interpret=interpret,
     )(rows, weight[None])
     return (y.reshape(x.shape),)
 
 
 def refuses(hardware: Any, x: Any, weight: Any, *, epsilon: float) -> str | None:
-    """Why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
+    """Says why the kernel cannot run; see `pallas_kernels.kernel.Kernel.refuses`."""
     for name, operand in (("x", x), ("weight", weight)):
         if jnp.dtype(operand.dtype).name not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; {name} is {operand.dtype}"
@@ -57,7 +61,7 @@ def refuses(hardware: Any, x: Any, weight: Any, *, epsilon: float) -> str | None
 
 
 def configs(hardware: Any, x: Any, weight: Any, *, epsilon: float) -> Sequence[Mapping[str, int]]:
-    """Block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
+    """Returns block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     rows = [elements // x.shape[-1] // _ROWS * _ROWS for elements in (_BLOCK_ELEMENTS, _BLOCK_ELEMENTS // 4)]
     needed = math.ceil(math.prod(x.shape[:-1]) / _ROWS) * _ROWS
     return [{"block_rows": block} for block in dict.fromkeys(min(max(each, _ROWS), needed) for each in rows)]
