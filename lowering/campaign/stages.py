@@ -9,7 +9,7 @@ from lowering.measurements import Entry, Measurement
 from lowering.measuring import timing
 from lowering.measuring.candidates import Machine
 from lowering.measuring.checking import Checker
-from lowering.measuring.entries import measured_entry, take_in_turn
+from lowering.measuring.entries import measure_all, measured_entry
 from lowering.measuring.problems import Problem, problems
 
 _REPEATS = 30
@@ -82,6 +82,6 @@ def measure(case: Case, machine: Machine, channel: Channel, stage: str, seconds:
             for problem in problems(case.fn, case.arguments(*size), machine.hardware)
             if machine.kernels(problem.operator, timed=True) and not channel.is_decided(problem.key, WHOLE)
         ]
-        if not take_in_turn(waiting, entry_of, channel.tell_entry, deadline):
+        if not measure_all(waiting, entry_of, channel.tell_entry, deadline):
             return False
     return True

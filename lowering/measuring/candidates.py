@@ -142,7 +142,7 @@ class Machine:
         return self._interprets(kernel) and not kernel.interpreter_is_pure
 
 
-def right_candidates(
+def checked_candidates(
     problem: Problem, machine: Machine, chosen: Chosen, deadline: float, watch: Watch
 ) -> Iterator[Candidate | Measurement]:
     """Yields programs: the reference, and each kernel's that agree with it; for discarded ones the reason.

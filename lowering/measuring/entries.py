@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lowering.measurements import NOT_COMPILED, Entry, Measurement
 from lowering.measuring import timing
-from lowering.measuring.candidates import UNWATCHED, Candidate, Chosen, Machine, Watch, right_candidates
+from lowering.measuring.candidates import UNWATCHED, Candidate, Chosen, Machine, Watch, checked_candidates
 from lowering.measuring.device_clock import Reading, candidate_readings
 from lowering.measuring.problems import Problem
 
@@ -16,22 +16,26 @@ class OutOfTimeError(Exception):
     """The budget ended before a candidate of an operator was compiled that could be compared with its reference."""
 
 
-def take_in_turn(
-    problems: Sequence[Problem], entry_of: Callable[[Problem, float], Entry], keep: Callable[[Entry], None], end: float
+def measure_all(
+    problems: Sequence[Problem],
+    entry_of: Callable[[Problem, float], Entry],
+    keep: Callable[[Entry], None],
+    deadline: float,
 ) -> bool:
-    """Keeps the entry of each problem, as it comes; returns whether time was enough for all of them.
+    """Keeps the entry of each problem as it comes; returns whether time was enough for all of them.
+
+    What is left of the time is shared evenly: a slow operator must not starve those after it.
 
     Args:
       problems: in their order.
-      entry_of: makes an entry from a problem and from when to stop timing, by `timing.clock`. What is left then is
-        shared evenly: a slow operator must not starve those after it.
-      keep: takes every entry; of the last one, parts may be missing.
-      end: of the time for all of them.
+      entry_of: makes an entry from a problem and from when to stop timing, by `timing.clock`.
+      keep: takes every entry; the last one may be unfinished.
+      deadline: for all of them.
     """
     for position, problem in enumerate(problems):
         now = timing.clock()
         try:
-            entry = entry_of(problem, min(end, now + (end - now) / (len(problems) - position)))
+            entry = entry_of(problem, min(deadline, now + (deadline - now) / (len(problems) - position)))
         except OutOfTimeError:
             return False
         keep(entry)
@@ -66,7 +70,7 @@ def measured_entry(
     Raises:
       OutOfTimeError: if by the deadline nothing is compiled that could be compared with the reference.
     """
-    found = list(right_candidates(problem, machine, chosen, deadline, watch))
+    found = list(checked_candidates(problem, machine, chosen, deadline, watch))
     require_comparison(found, deadline)
     programs = {str(position): x for position, x in enumerate(found) if isinstance(x, Candidate)}
 

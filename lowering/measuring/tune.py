@@ -22,7 +22,7 @@ from lowering.functions import require_function
 from lowering.measurements import Entry, Key
 from lowering.measuring import timing
 from lowering.measuring.candidates import Machine
-from lowering.measuring.entries import measured_entry, take_in_turn
+from lowering.measuring.entries import measure_all, measured_entry
 from lowering.measuring.problems import Problem
 from lowering.measuring.replaying import replayed_entry
 from lowering.operators import operator_of
@@ -128,7 +128,7 @@ def tune(
 
     save(timing.INTERRUPTED)  # true until the end, and shows at once whether the file can be written
     with timing.progress_bar(len(waiting), progress) as bar:
-        stopped = timing.why_stopped(lambda: take_in_turn(waiting, entry_of, keep, deadline)) or left_out
+        stopped = timing.why_stopped(lambda: measure_all(waiting, entry_of, keep, deadline)) or left_out
     save(stopped)
     return TuningResult(tuple(found[key] for key in problems if key in found), stopped)
 

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import itertools
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import lowering
 from jaxops import softmax
 from lowering.explain import operator_uses
 from lowering.measurements import Entry, Key, Measurement
+from lowering.measuring import replaying, timing
 from lowering.targets import named
 
 X = jax.ShapeDtypeStruct((8, 1024), jnp.float32)  # fewer rows than evidence speaks of
@@ -66,6 +69,23 @@ def test_files_keep_what_was_replayed_apart_from_what_was_measured(entry, tmp_pa
     records = json.loads(path.read_text())["entries"]
     assert [record.get("replayed") for record in records] == [True, None]
     assert "1 replayed, not measured, on tpu-v5e" in str(lowering.TuningResult((entry,)))
+
+
+def test_what_is_replayed_when_time_runs_out_is_kept(monkeypatch):
+    """The reference, in XLA's layouts and in JAX's, and the first configuration of the kernel."""
+    times, clock = iter((50.0, 40.0, 30.0)), itertools.count()
+    report = types.SimpleNamespace(schedule=types.SimpleNamespace(total_us=0.0))
+
+    def replay(*_, **__):
+        report.schedule.total_us = next(times)
+        return report
+
+    monkeypatch.setattr(replaying, "replay", replay)
+    monkeypatch.setattr(timing, "clock", lambda: next(clock))
+    result = lowering.tune(softmax, X, target="tpu-v5e", by="schedule", budget_seconds=3)
+    reference, first, *others = result.entries[0].candidates
+    assert (result.stopped, reference.median_us, first.median_us) == ("stopped at the time budget", 40.0, 30.0)
+    assert {other.discarded for other in others} == {"not compiled before the time budget ended"}
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x"])
