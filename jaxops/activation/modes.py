@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 MODES = ("sigmoid", "relu", "tanh", "clipped_relu", "elu", "identity", "swish")
+MASKED_MODES = ("relu", "clipped_relu")  # whose slope is 0 or 1
 # None: the coefficient has no default and must be given. Modes that are not listed have no coefficient.
 DEFAULT_COEFFICIENTS = {"clipped_relu": None, "elu": 1.0, "swish": 1.0}
 

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive import sharding
-from jaxops.activation.modes import IDENTITY, RELU, Activation, scaled_by_slope_of_result
+from jaxops.activation.modes import IDENTITY, MASKED_MODES, RELU, Activation, scaled_by_slope_of_result
 from jaxops.batch_norm.backward import BATCH_NORM_BACKWARD, BackwardOperands, Gradients
 from jaxops.batch_norm.layouts import View
 from jaxops.batch_norm.operator import TrainingOperands, inverse_std, pre_activation
 from jaxops.batch_norm.statistics import mean_and_variance
-
-MASKED_MODES = ("relu", "clipped_relu")
 
 
 class Slope(NamedTuple):

@@ -12,6 +12,7 @@ from jaxops._primitive.operator import Operator
 from jaxops.activation.modes import Activation, activated, scaled_by_slope
 from jaxops.batch_norm.backward import BATCH_NORM_BACKWARD, BackwardOperands
 from jaxops.batch_norm.statistics import (
+    Sum,
     broadcast_channels,
     check_images,
     check_like_images,
@@ -20,7 +21,10 @@ from jaxops.batch_norm.statistics import (
     global_sum,
     local_sum,
     mean_and_variance,
+    plain_sum,
+    separate_sum,
 )
+from lowering.operators import Form, Place
 from pallas_kernels.gpu import batch_norm as gpu
 from pallas_kernels.tpu import batch_norm as tpu
 
@@ -61,10 +65,21 @@ def _check(operands: TrainingOperands, **_: Any) -> None:
         check_like_images(name, x, residual=operands.residual)
 
 
-def _forward(operands: TrainingOperands, *, epsilon: float, axis_name: Hashable, activation: Activation) -> Normalized:
-    mean, variance = mean_and_variance(operands.x, axis_name)
+def _forward(
+    operands: TrainingOperands,
+    *,
+    epsilon: float,
+    axis_name: Hashable,
+    activation: Activation,
+    total: Sum = plain_sum,
+) -> Normalized:
+    mean, variance = mean_and_variance(operands.x, axis_name, total)
     u = pre_activation(operands, mean, inverse_std(variance, epsilon))
     return Normalized(activated(activation, u).astype(operands.x.dtype), mean, variance)
+
+
+def _with_separate_sums(operands: TrainingOperands, *, place: Place, **params: Any) -> Normalized:
+    return _forward(operands, **params, total=separate_sum)
 
 
 def _check_inference(operands: InferenceOperands, **_: Any) -> None:
@@ -182,6 +197,7 @@ BATCH_NORM = Operator(
     _forward,
     Derivative(_vjp, _tangent, _linearize, residuals="... n a c b, ... c, ... c, ... c, ... n a c b"),
     kernels=(tpu.KERNEL, gpu.KERNEL),
+    forms=(Form("xla_separate_sums", frozenset({"cpu"}), _with_separate_sums),),
 )
 BATCH_NORM_INFERENCE = Operator(
     "batch_norm_inference",

@@ -5,16 +5,18 @@ n, a and b are reduced; a and b are the pixels before and behind the channels in
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import require
 
 REDUCED = (-4, -3, -1)
+Sum = Callable[..., jax.Array]  # `plain_sum` or `separate_sum`
 
 
 def broadcast_channels(statistic: jax.Array) -> jax.Array:
@@ -22,9 +24,38 @@ def broadcast_channels(statistic: jax.Array) -> jax.Array:
     return statistic[..., None, None, :, None]
 
 
+def centred(x: jax.Array, mean: jax.Array) -> jax.Array:
+    """Computes x - mean, in the dtype of the mean, which broadcasts to the images x."""
+    return x.astype(mean.dtype) - mean
+
+
 def local_sum(x: jax.Array) -> jax.Array:
     """Sums each channel over the images on this device."""
     return jnp.sum(x, REDUCED)
+
+
+def plain_sum(term: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Sums each channel of `term` of images, and of statistics that broadcast to them."""
+    return local_sum(term(*operands))
+
+
+def separate_sum(term: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Computes the same in one pass on CPUs, whatever else reads the operands or the sum.
+
+    XLA's CPU compiler gives a sum to a library, with the elementwise operations before it, whose values it stores only
+    if others use them as well. So each sum reads its operands in a shape that no other has, by its number of operands.
+    The library is slow if an axis of size 1 is behind the channels.
+    """
+    # The library converts no float16.
+    operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
+    dropped = tuple(axis for axis in (-3, -1) if operands[0].shape[axis] == 1)
+    added = tuple(range(len(operands) - 1))
+    # Without the barrier, bfloat16 would be converted once for all sums, before the shape changes.
+    views = jax.lax.optimization_barrier([jnp.expand_dims(jnp.squeeze(x, dropped), added) for x in operands])
+    found = local_sum(jnp.expand_dims(jnp.squeeze(term(*views), added), dropped))
+    # Changes nothing, but the library has no such operation, so it leaves what uses the sum to XLA, which is faster.
+    infinity = np.asarray(np.inf, found.dtype)
+    return jax.lax.clamp(-infinity, found, infinity)
 
 
 def global_sum(local: jax.Array, axis_name: Hashable) -> jax.Array:
@@ -39,12 +70,12 @@ def count(x: jax.Array, axis_name: Hashable) -> int:
     return max(here * (1 if axis_name is None else jax.lax.axis_size(axis_name)), 1)
 
 
-def mean_and_variance(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array]:
+def mean_and_variance(x: jax.Array, axis_name: Hashable, total: Sum = plain_sum) -> tuple[jax.Array, jax.Array]:
     """Computes the mean and biased variance of each channel, in two passes so that a large mean costs no digits."""
-    x = x.astype(accumulation_dtype(x.dtype))
-    elements = count(x, axis_name)
-    mean = global_sum(local_sum(x), axis_name) / elements
-    return mean, global_sum(local_sum(jnp.square(x - broadcast_channels(mean))), axis_name) / elements
+    dtype, elements = accumulation_dtype(x.dtype), count(x, axis_name)
+    mean = global_sum(total(lambda x: x.astype(dtype), x), axis_name) / elements
+    squares = total(lambda x, mean: jnp.square(centred(x, mean)), x, broadcast_channels(mean))
+    return mean, global_sum(squares, axis_name) / elements
 
 
 def masked_statistics(x: jax.Array, mask: jax.Array, axis_name: Hashable) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxops.activation.modes import IDENTITY
+from jaxops.activation.modes import IDENTITY, MASKED_MODES
 from jaxops.batch_norm.api import infer, train, updated_statistics
-from jaxops.batch_norm.gradients import MASKED_MODES, Slope, batch_statistics, gradients, slope_mask
+from jaxops.batch_norm.gradients import Slope, batch_statistics, gradients, slope_mask
 from jaxops.batch_norm.operator import inverse_std
 from jaxops.mcdnn import reserve_space as bits
 from jaxops.mcdnn.blend import Blend
