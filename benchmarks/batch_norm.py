@@ -1,4 +1,4 @@
-"""Batch norm, forward and gradient: `batch_norm` beside the formula in jnp, both flaxes and, if installed, PyTorch.
+"""Batch norm with and without gradients: `batch_norm` beside the formula in jnp, both flaxes and PyTorch, if installed.
 
 python benchmarks/batch_norm.py --output benchmarks/results/batch_norm_cpu.json
 """
@@ -53,9 +53,9 @@ def formula(layout: str, fused: bool) -> Callable[..., Any]:
     return forward
 
 
-def flax_module(layout: str, fused: bool) -> Callable[..., Any]:
+def flax_module(layout: str, fused: bool, **options: Any) -> Callable[..., Any]:
     module = flax.linen.BatchNorm(
-        use_running_average=False, momentum=1 - MOMENTUM, epsilon=EPSILON, axis=layout.index("C")
+        use_running_average=False, momentum=1 - MOMENTUM, epsilon=EPSILON, axis=layout.index("C"), **options
     )
 
     def forward(x: Any, scale: Any, bias: Any, residual: Any, mean: Any, var: Any) -> Any:
@@ -79,7 +79,9 @@ def nnx_module(layout: str, fused: bool) -> Callable[..., Any]:
     return forward
 
 
-def jax_candidate(forward: Callable[..., Any], operands: Any, fused: bool) -> tuple[Any, dict[str, Any]]:
+def jax_candidate(
+    forward: Callable[..., Any], operands: Any, fused: bool, gradients: bool
+) -> tuple[Any, dict[str, Any]]:
     *inputs, mean, var, grad = operands
     active = (0, 1, 2, 3) if fused else (0, 1, 2)
 
@@ -92,12 +94,15 @@ def jax_candidate(forward: Callable[..., Any], operands: Any, fused: bool) -> tu
         y, pull_back, moved = jax.vjp(of_active, *inputs[: len(active)], has_aux=True)
         return y, moved, pull_back(grad)
 
-    compiled = jax.jit(step).lower(*inputs, mean, var, grad).compile()
+    def value(*inputs: Any) -> Any:
+        return forward(*inputs[:-1])
+
+    compiled = jax.jit(step if gradients else value).lower(*inputs, mean, var, grad).compile()
     memory = compiled.memory_analysis()
     return lambda: compiled(*inputs, mean, var, grad), {"temporary_mb": round(memory.temp_size_in_bytes / 1e6, 3)}
 
 
-def torch_candidate(operands: Any, layout: str, fused: bool) -> tuple[Any, dict[str, Any]]:
+def torch_candidate(operands: Any, layout: str, fused: bool, gradients: bool) -> tuple[Any, dict[str, Any]]:
     """PyTorch's batch norm, and its addition and relu as the operators of their own that they are there."""
     import torch
 
@@ -113,41 +118,47 @@ def torch_candidate(operands: Any, layout: str, fused: bool) -> tuple[Any, dict[
     x, scale, bias, residual, mean, var, grad = map(tensor, operands)
     active = [x, scale, bias, residual] if fused else [x, scale, bias]
     for one in active:
-        one.requires_grad_(True)
+        one.requires_grad_(gradients)
 
     def run() -> None:
         y = torch.nn.functional.batch_norm(x, mean, var, scale, bias, True, MOMENTUM, EPSILON)
         y = torch.relu(y + residual) if fused else y
-        torch.autograd.grad(y, active, grad)
+        if gradients:
+            torch.autograd.grad(y, active, grad)
         if device == "cuda":
             torch.cuda.synchronize()
 
     return run, {"threads": torch.get_num_threads()}
 
 
-def case(shape: tuple[int, ...], layout: str, dtype: str, fused: bool, repeats: int) -> dict[str, Any]:
+def case(shape: tuple[int, ...], layout: str, dtype: str, fused: bool, gradients: bool, repeats: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x, residual, grad = (
         jnp.asarray(rng.standard_normal(shape, np.float32).transpose(LAYOUTS[layout]), dtype) for _ in range(3)
     )
     ones, zeros = jnp.ones(shape[1]), jnp.zeros(shape[1])
     operands = (x, ones, zeros, residual, zeros, ones, grad)
-    candidates = {"jaxops": jax_candidate(ours(layout, fused), operands, fused)}
+    candidates = {"jaxops": jax_candidate(ours(layout, fused), operands, fused, gradients)}
     if jax.devices()[0].platform != "cpu":
         with lowering.use("pallas"):
-            candidates["jaxops, Pallas"] = jax_candidate(ours(layout, fused), operands, fused)
-    candidates["jnp formula"] = jax_candidate(formula(layout, fused), operands, fused)
-    candidates["flax BatchNorm"] = jax_candidate(flax_module(layout, fused), operands, fused)
-    candidates["flax nnx BatchNorm"] = jax_candidate(nnx_module(layout, fused), operands, fused)
+            candidates["jaxops, Pallas"] = jax_candidate(ours(layout, fused), operands, fused, gradients)
+    for name, forward in (
+        ("jnp formula", formula(layout, fused)),
+        ("flax BatchNorm", flax_module(layout, fused)),
+        ("flax, use_fast_variance=False", flax_module(layout, fused, use_fast_variance=False)),
+        ("flax nnx BatchNorm", nnx_module(layout, fused)),
+    ):
+        candidates[name] = jax_candidate(forward, operands, fused, gradients)
     if importlib.util.find_spec("torch"):
-        candidates["torch"] = torch_candidate(operands, layout, fused)
+        candidates["torch"] = torch_candidate(operands, layout, fused, gradients)
     times = timing.times_ms({name: run for name, (run, _) in candidates.items()}, repeats=repeats)
     rows = {name: {**timing.summary(times[name]), **facts} for name, (_, facts) in candidates.items()}
     if "torch" in times:
         for row in rows.values():
             row["of_torch"] = round(row["median_ms"] / rows["torch"]["median_ms"], 2)
     size = "x".join(map(str, shape))
-    return {"name": f"{size} {layout} {dtype}{' + residual + relu' if fused else ''}", "candidates": rows}
+    what = (" + residual + relu" if fused else "") + ("" if gradients else ", value alone")
+    return {"name": f"{size} {layout} {dtype}{what}", "candidates": rows}
 
 
 def main() -> None:
@@ -155,9 +166,10 @@ def main() -> None:
     shape = (4, 16, 14, 14) if options.quick else (16, 64, 56, 56)
     repeats = 5 if options.quick else 200
     cases = [
-        case(shape, layout, dtype, fused, repeats)
-        for layout, dtype in (("NCHW", "float32"), ("NHWC", "float32"), ("NCHW", "bfloat16"))
-        for fused in (False, True)
+        case(shape, layout, dtype, fused, gradients, repeats)
+        for dtype in ("float32", "bfloat16")
+        for layout in LAYOUTS
+        for fused, gradients in ((False, True), (True, True), (False, False))
     ]
     harness.report("batch_norm", cases, options.output)
 

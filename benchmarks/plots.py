@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, PEER = "#3949ab", "#9e9e9e"
 # A dropout mask and a lookup are not a loss: each operator is compared with PyTorch on the cases that have a gradient.
-FORWARD_ALONE = re.compile(r"^forward,|gradient alone")
+FORWARD_ALONE = re.compile(r"^forward,|gradient alone|value alone")
 
 
 def cases(name: str) -> list[dict[str, Any]]:
