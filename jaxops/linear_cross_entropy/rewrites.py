@@ -257,10 +257,10 @@ def _require_loss(cone: Cone, class_axis: int, to_number: bool) -> None:
         raise _UnlikeError
 
 
-def _is_of_gradient(cone: Cone, exit_: Value) -> bool:
+def _is_of_gradient(cone: Cone, value: Value) -> bool:
     """Tells whether an exit is a sum over rows, a number of each, or a gradient of what made the rows."""
-    is_product = exit_.producer is not None and exit_.producer.name == "dot_general"
-    return isinstance(cone.roles[exit_], str) or cone.is_row(exit_) or is_product
+    is_product = value.producer is not None and value.producer.name == "dot_general"
+    return isinstance(cone.roles[value], str) or cone.is_row(value) or is_product
 
 
 def _overlooked(level: Level) -> Iterator[Missed]:

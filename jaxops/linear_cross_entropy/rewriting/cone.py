@@ -213,17 +213,15 @@ class Cone(Region):
             known = dict(zip(self.operands, arrays, strict=True))
             fixed, done = {x: known[x] for x in known if x not in self.cut}, size * steps
             rows = {x: part.filled(known[x]) for x, part in self.cut.items()}
-            positions = jnp.arange(self.rows) if self._lacks_rows else None
+            positions = jnp.arange(self.rows)
             first = {x: self.cut[x].cut(array, 0, done, self.rows) if rest else array for x, array in rows.items()}
             sums, stacked = self._loop(fixed, first, size, steps, positions)
             if rest:
                 last = {x: self.cut[x].cut(array, done, self.rows, self.rows) for x, array in rows.items()}
-                chunk = Chunk(rest, self.rows, None if positions is None else positions[done:])
-                sums, behind = self._chunk(fixed | last, chunk, sums)
+                sums, behind = self._chunk(fixed | last, Chunk(rest, self.rows, positions[done:]), sums)
                 stacked = {value: self._appended(value, x, behind[value]) for value, x in stacked.items()}
             found = {x: self._part(x).trimmed(array, self.rows) for x, array in stacked.items()}
             for value in self.samples:
-                assert positions is not None
                 part = self._part(value)
                 ends = part.lacks_first, self.rows - part.lacks_last
                 few = {x: self.cut[x].cut(array, *ends, self.rows) for x, array in rows.items()}
@@ -237,11 +235,6 @@ class Cone(Region):
         starts = {x: self._start(x) for x in self.exits if self.roles[x] in _COMBINED}
         chunk = Chunk(self.rows, self.rows)
         return self._results(*self._chunk(dict(zip(self.operands, arrays, strict=True)), chunk, starts))
-
-    @property
-    def _lacks_rows(self) -> bool:
-        """Tells whether some array lacks first or last rows."""
-        return any(isinstance(x, Part) and x.lacks for x in (*self.roles.values(), *self.cut.values()))
 
     def _part(self, value: Value) -> Part:
         part = self.roles[value]
@@ -267,18 +260,16 @@ class Cone(Region):
         level = level_of(jaxpr, lambda _: True, lambda aval: size_of(aval) > chunk_sizes.SIZES.logits)
         wanted, logits = needed(level, ()), self.head.outputs[0]
         dims = self.head.params["dimension_numbers"]
-        found = (
-            node
-            for node in level.named("dot_general")
-            if node in wanted and node.outputs[0].shape == logits.shape and node.params["dimension_numbers"] == dims
-        )
-        for node in found:
+        products = (node for node in level.named("dot_general") if node in wanted)
+        alike = (x for x in products if (x.outputs[0].shape, x.params["dimension_numbers"]) == (logits.shape, dims))
+        head = next(alike, None)
+        if head is None:
+            raise RefusalError("its derivative is not known to treat all rows alike")
 
-            def one_pass(wanted: frozenset[Task], node: Node = node) -> Step:
-                return Cone(level, wanted, node, self.axis, self.classes).step(chunk_rows)
+        def one_pass(wanted: frozenset[Task]) -> Step:
+            return Cone(level, wanted, head, self.axis, self.classes).step(chunk_rows)
 
-            return functools.partial(_evaluated, level, ordered(level, passes(level, (), node, one_pass)))
-        raise RefusalError("its derivative is not known to treat all rows alike")
+        return functools.partial(_evaluated, level, ordered(level, passes(level, (), head, one_pass)))
 
     def _appended(self, value: Value, first: Any, last: Any) -> Any:
         part = self._part(value)
@@ -291,7 +282,7 @@ class Cone(Region):
     def _loop(self, fixed: _Arrays, cut: _Arrays, size: int, steps: int, positions: Any) -> tuple[_Arrays, _Arrays]:
         """Returns the sums over all chunks, and the rows of each joined."""
         chunks = tuple(self.cut[x].chunks(array, size, steps) for x, array in cut.items())
-        counted = None if positions is None else Part(0).chunks(positions[: size * steps], size, steps)
+        counted = Part(0).chunks(positions[: size * steps], size, steps)
         added = [x for x in self.exits if self.roles[x] in _COMBINED]
         joined = [x for x in self.exits if self.roles[x] not in _COMBINED and x not in self.samples]
 
@@ -321,7 +312,7 @@ class Cone(Region):
                 after[node.outputs[0]] = _plus_product(node, sums[node.outputs[0]], *operands)
                 continue
             # All rows are taken to be differentiated, by the user's rule.
-            is_whole_call = node in self.calls and chunk.size == self.rows
+            is_whole_call = node in self.calls and chunk.is_whole
             found = node.run(*operands) if is_whole_call else self.run(node, chunk, operands)
             known.update(zip(node.outputs, found, strict=True))
             shares = {x: known[x].astype(sums[x].dtype) for x in node.outputs if x in sums}

@@ -105,7 +105,7 @@ class Chunk(NamedTuple):
     Attributes:
       size: how many.
       total: the number of all rows.
-      positions: their positions among these; None if no array lacks rows, or all rows are computed at once.
+      positions: their positions among these; None if the user's arrays themselves are computed.
     """
 
     size: int
@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Tells whether these are the user's arrays themselves."""
-        return self.size == self.total and self.positions is None
+        return self.positions is None
 
     def shape(self, part: Part, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape that an array has with these rows."""
