@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from lowering import _jax_private, cost
 from lowering.rewriting import control_flow
-from lowering.rewriting.graph import Level, Node, level_of, opened, size_of
+from lowering.rewriting.graph import PRODUCTS, Level, Node, level_of, opened, size_of
 from lowering.rewriting.ordering import OrderError, Step, Task, evaluate, needed, ordered
 from lowering.rewriting.report import Applied, Refused
 from lowering.rewriting.rules import Found, Missed, Rule
@@ -27,12 +27,14 @@ class Plan:
       order: what runs.
       applied: what is replaced in it and in its bodies.
       refused: what looks like a pattern and is left alone.
+      replaced: the products that nothing computes as a whole any more.
     """
 
     level: Level
     order: Sequence[Task]
     applied: tuple[Applied, ...]
     refused: tuple[Refused, ...]
+    replaced: tuple[Node, ...] = ()
 
     def run(self, *arguments: Any) -> list[Any]:
         """Computes the results of the level."""
@@ -103,12 +105,13 @@ class Planner:
         steps: list[Step] = []
         applied: list[Applied] = []
         refused: list[Refused] = []
+        missed: list[tuple[Rule, Missed]] = []
         order: Sequence[Task] = ()
         names = {node.name for node in level.nodes}
         for rule in self._rules:
             for one in rule.find(level, tuple(steps)) if rule.find and not names.isdisjoint(rule.primitives) else ():
                 if isinstance(one, Missed):
-                    refused.append(Refused(rule.name, one.node.source, one.detail, one.reason))
+                    missed.append((rule, one))
                     continue
                 try:
                     order = ordered(level, [*steps, *one.steps])
@@ -120,6 +123,9 @@ class Planner:
                     step.node = one.node
                 steps += one.steps
                 applied.append(_applied(rule, one, repetitions))
+        left = needed(level, steps)
+        # What another step computes in its chunks is not left alone.
+        refused += (_refused(rule, one) for rule, one in missed if one.node in left)
         for node in level.nodes:
             if not self._holds_in_bodies(node.equation):
                 continue
@@ -130,7 +136,9 @@ class Planner:
                 steps.append(inner.step)
                 applied += inner.applied
                 order = ()
-        return Plan(level, order or ordered(level, steps) if steps else (), tuple(applied), _distinct(refused, applied))
+        order = order or ordered(level, steps) if steps else ()
+        replaced = tuple(node for node in level.named(*PRODUCTS) if node not in left)
+        return Plan(level, order, tuple(applied), _distinct(refused, applied), replaced)
 
     def _within(self, node: Node, repetitions: int, **of_level: Any) -> _Within:
         """Finds what can be rewritten in the bodies of one node."""
@@ -178,12 +186,17 @@ def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused,
         if rule.overlooked
     ]
     known = {one.source for one in plan.applied} | {one.source for one in plan.refused}
+    known |= {node.source for node in plan.replaced}
     found = Planner(looking).plan(closed).refused
     return tuple(one for one in found if one.source not in known)
 
 
 def _of_level(find: Callable[[Level], Iterable[Missed]]) -> Callable[..., Iterable[Missed]]:
     return lambda level, _: find(level)
+
+
+def _refused(rule: Rule, missed: Missed) -> Refused:
+    return Refused(rule.name, missed.node.source, missed.detail, missed.reason)
 
 
 def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:

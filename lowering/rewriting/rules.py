@@ -17,14 +17,20 @@ class RefusalError(Exception):
     What is said of a node begins with its primitive and the user's line, which is looked up when somebody reads it.
     """
 
-    def __init__(self, reason: str, node: Node | None = None) -> None:
-        """Takes the reason, and the node that it is about."""
-        super().__init__(reason, node)
+    def __init__(self, reason: str, node: Node | None = None, *, found_at: Node | None = None) -> None:
+        """Takes the reason, and the node that it is about, or the one at which it was found."""
+        super().__init__(reason, node, found_at)
 
     def __str__(self) -> str:
         """Returns the reason."""
-        reason, node = self.args
-        return str(reason) if node is None else f"{node.name} on {node.source} {reason}"
+        reason, node, found_at = self.args
+        reason = str(reason) if node is None else f"{node.name} on {node.source} {reason}"
+        return reason if found_at is None else f"{reason}, by {found_at.name} on {found_at.source}"
+
+    def located(self, node: Node) -> "RefusalError":
+        """Returns the same reason with the node at which it was found, unless it names one."""
+        reason, named, found_at = self.args
+        return self if named or found_at else RefusalError(reason, found_at=node)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,11 @@ def over_both_axes(x: Any, w: Any, y: Any) -> Any:
     return entropies(z, y).mean() - jnp.log(of_rows + 1e-6).mean()
 
 
+def contrastive(x: Any, w: Any, y: Any) -> Any:
+    z, labels = x[:CLASSES] @ w, jnp.arange(CLASSES)
+    return entropies(z, labels).mean() + entropies(z.T, labels).mean()
+
+
 def with_mutual_information(x: Any, w: Any, y: Any) -> Any:
     z = x @ w
     p, mean = jax.nn.softmax(z), jax.nn.softmax(z).mean(0)
@@ -62,6 +67,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], int, int]] = {
         2,
     ),
     "both axes": (over_both_axes, 3, 4),
+    "pairs of both axes": (contrastive, 2, 3),
     "mutual information": (with_mutual_information, 1, 2),
 }
 

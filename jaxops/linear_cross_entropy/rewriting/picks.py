@@ -45,7 +45,14 @@ def picks_by_position(node: Node) -> Iterator[Pick]:
         is_pick, axes = all(size == 1 for size in node.params["slice_sizes"]), numbers.start_index_map
     else:
         is_pick, axes = not numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
-    if not is_pick or len(parts) != len(shape) or sorted(axes) != list(range(len(shape))) or indices.size == 0:
+    if not is_pick or indices.size == 0:
+        return
+    if len(shape) == 2 and shape[0] == shape[1] and len(numbers.operand_batching_dims) == 1:
+        # On the diagonal, rows are classes, as where a contrastive loss takes both log softmaxes.
+        labels = constant_of(indices)
+        if labels is not None and np.array_equal(labels.reshape(-1), np.arange(shape[0])):
+            yield Pick(numbers.operand_batching_dims[0], indices, (0,), shape[:1])
+    if len(parts) != len(shape) or sorted(axes) != list(range(len(shape))):
         return
     by_axis = dict(zip(axes, parts, strict=True))
     known = {axis: constant_of(x) for axis, x in by_axis.items()}

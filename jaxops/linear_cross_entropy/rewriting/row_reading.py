@@ -95,9 +95,9 @@ class Reading:
                 if is_behind:
                     raise RefusalError("needs a sum over all rows first", node)
                 found = self._placed[node.outputs[0]] = self._of_node(node)
-            except RefusalError:
+            except RefusalError as error:
                 if any(one.classes is not None for one in placed):
-                    raise
+                    raise error.located(node) from None
                 beyond.update(node.outputs)
                 continue
             self.nodes.append(node)
