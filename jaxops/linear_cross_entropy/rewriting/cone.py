@@ -309,7 +309,7 @@ class Cone(Region):
         for node in self.nodes:
             operands = self.operands_of(node, chunk, read)
             if node.outputs[0] in sums and node.name == "dot_general":
-                after[node.outputs[0]] = _plus_product(node, sums[node.outputs[0]], *operands)
+                after[node.outputs[0]] = _plus_product(node, chunk, sums[node.outputs[0]], *operands)
                 continue
             # All rows are taken to be differentiated, by the user's rule.
             is_whole_call = node in self.calls and chunk.is_whole
@@ -340,7 +340,7 @@ def _last_number(operands: dict[Node, Parts | RefusalError], roles: dict[Value, 
     return next(iter([x for x in values if jnp.issubdtype(x.dtype, jnp.floating)][::-1]), None)
 
 
-def _plus_product(node: Node, total: Any, *operands: Any) -> Any:
+def _plus_product(node: Node, chunk: Chunk, total: Any, *operands: Any) -> Any:
     """Adds the product of a node for these operands to a total, in the total's dtype."""
     contracted, batch = node.params["dimension_numbers"]
     # In the dtype of the sum: 16 bits would round the share of each chunk.
@@ -355,7 +355,8 @@ def _plus_product(node: Node, total: Any, *operands: Any) -> Any:
         lhs, rhs = (x.reshape(*x.shape[: len(contracted[0])], -1) for x in first)
         return added_in_blocks(total.reshape(lhs.shape[-1], -1), lhs, rhs).reshape(total.shape)
 
-    if batch[0] or explicit_mesh(operands) is not None:
+    # What is never run, but only differentiated, has no branches by platform.
+    if batch[0] or explicit_mesh(operands) is not None or chunk.is_whole:
         return whole(total, *operands)
     return lax.platform_dependent(total, *operands, cpu=by_blocks, default=whole)
 
