@@ -21,7 +21,7 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     read_in_order,
     reduced_sizes,
 )
-from jaxops.linear_cross_entropy.rewriting.row_reading import RETURNED
+from jaxops.linear_cross_entropy.rewriting.row_reading import returned
 from jaxops.linear_cross_entropy.rewriting.row_wise import Part
 from jaxops.linear_cross_entropy.rewriting.savings import Saving
 from jaxops.linear_cross_entropy.rewriting.suggested import suggest
@@ -232,7 +232,9 @@ def _cones_of(
         whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
         if whole:
             is_returned = not set(whole).isdisjoint(level.results)
-            raise RefusalError(RETURNED if is_returned else "as many numbers as there are logits are used as a whole")
+            raise RefusalError(
+                returned(level) if is_returned else "as many numbers as there are logits are used as a whole"
+            )
         cone.check_users_rules(split_rows)
         found.append((cone, cone.step(split_rows)))
         return found[-1][1]

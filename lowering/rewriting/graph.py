@@ -129,6 +129,7 @@ class Level:
       arguments: what the jaxpr takes.
       results: what it returns.
       count: how often it runs.
+      is_body: whether it is that of a loop, branch or shard_map.
       keeps_each: whether it runs in a loop whose backward pass keeps what it needs of each step until all have run.
       draws_again: tells whether a backward pass around it draws random bits again, in a checkpoint that stays as it is.
       memo: what has been found out about it, by what was asked.
@@ -138,6 +139,7 @@ class Level:
     arguments: list[Value]
     results: list[Value]
     count: int = 1
+    is_body: bool = False
     keeps_each: bool = False
     draws_again: Callable[[], bool] = lambda: False
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)

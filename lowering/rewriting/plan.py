@@ -98,10 +98,11 @@ class Planner:
         draws_again: Callable[[], bool] | None = None,
     ) -> Plan:
         """Plans how to evaluate a jaxpr, closed or not, that runs so often; for the rest, see `Level`."""
+        is_body = draws_again is not None
         if draws_again is None:
             draws_again = functools.cache(functools.partial(control_flow.draws_again, opened(closed)[0]))
         level = level_of(closed, self._holds, self._is_large)
-        level = dataclasses.replace(level, keeps_each=keeps_each, draws_again=draws_again)
+        level = dataclasses.replace(level, is_body=is_body, keeps_each=keeps_each, draws_again=draws_again)
         steps: list[Step] = []
         applied: list[Applied] = []
         refused: list[Refused] = []

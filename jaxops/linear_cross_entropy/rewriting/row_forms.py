@@ -215,6 +215,15 @@ class View(NamedTuple):
         whole = (0,) * len(rest), rest, (1,) * len(rest)
         return lax.slice(array, *((*of_rows, *more) for of_rows, more in zip(self.bounds, whole, strict=True)))
 
+    def filled(self, label: Number, rows: tuple[int, ...]) -> Number:
+        """Returns labels of all rows, in a shape of these, from those of the rows that are read; the others have 0."""
+        if getattr(label.rest, "ndim", 0) == 0:
+            return label
+        assert self.bounds is not None
+        first, last, _ = self.bounds
+        sides = [(low, size - high) for low, high, size in zip(first, last, self.before, strict=True)]
+        return label._replace(rest=jnp.pad(jnp.broadcast_to(label.rest, self.shape), sides).reshape(rows))
+
 
 class Layer(NamedTuple):
     """Steps behind a matrix product.

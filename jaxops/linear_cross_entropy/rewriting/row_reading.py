@@ -31,9 +31,13 @@ from jaxops.linear_cross_entropy.rewriting.row_wise import POINTWISE, RESHAPES, 
 from lowering.rewriting.graph import SAME, Level, Node, Value
 from lowering.rewriting.rules import RefusalError
 
-RETURNED = (
+_RETURNED = (
     "the logits, or as many numbers computed from them, are returned: where they are only reduced to metrics, do that"
     " in the function that you rewrite, or rewrite the function that does so, such as the whole training step"
+)
+_CARRIED = (
+    "the logits, or as many numbers computed from them, leave the loop, branch or shard_map around them, as for a"
+    " backward pass: rewrite the loss, and then differentiate it"
 )
 _MOVES = RESHAPES | {"broadcast_in_dim", "transpose"}
 _NARROW = POINTWISE | _MOVES
@@ -57,6 +61,11 @@ class Placed(NamedTuple):
     form: Any
     classes: Part | None
     rows: tuple[int, ...]
+
+
+def returned(level: Level) -> str:
+    """Says that logits are among the results of a level, and what a user could do about it."""
+    return _CARRIED if level.is_body else _RETURNED
 
 
 class Reading:
@@ -109,7 +118,7 @@ class Reading:
         self.exits = tuple(x for x in self._placed if x in outside)
         if any(self._placed[x].classes is not None for x in self.exits):
             is_returned = not self._placed.keys().isdisjoint(level.results)
-            raise RefusalError(RETURNED if is_returned else "the logits are used elsewhere")
+            raise RefusalError(returned(level) if is_returned else "the logits are used elsewhere")
         self._once_more()
 
     def evaluate(self, nodes: Sequence[Node]) -> None:
@@ -276,7 +285,7 @@ class Reading:
         ends = tuple(first + count for first, count in zip(found.first, found.shape, strict=True))
         view = View(all_rows, found.shape, (found.first, ends, (1,) * len(ends)))
         read = self._pulled(labels, None, view.shape)
-        label = algebra.once(("of all rows", view, rows), (read,), lambda: _filled(read, view, rows))
+        label = algebra.once(("of all rows", view, rows), (read,), lambda: view.filled(read, rows))
         number = algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label))
         return Placed(self._viewed_form(number, view), None, view.shape)
 
@@ -368,16 +377,6 @@ def _keeps_order(node: Node, parts: Sequence[Part | None]) -> bool:
             return False
     is_mixed = any(None in column and len({*column}) > 1 for column in columns)
     return not (is_mixed and node.name in ("dot_general", "gather"))
-
-
-def _filled(label: Number, view: View, rows: tuple[int, ...]) -> Number:
-    """Returns labels of all rows, 0 where a view leaves rows out."""
-    if getattr(label.rest, "ndim", 0) == 0:
-        return label
-    assert view.bounds is not None
-    first, last, _ = view.bounds
-    sides = [(low, size - high) for low, high, size in zip(first, last, view.before, strict=True)]
-    return label._replace(rest=jnp.pad(jnp.broadcast_to(label.rest, view.shape), sides).reshape(rows))
 
 
 def identity(value: Value, depth: int = _DEPTH) -> Any:
