@@ -227,7 +227,7 @@ def require_real(
         in_range = in_range and number - above >= _FLOAT32_TINY
     if number is not None and below is not None:
         in_range = in_range and number < below
-    require(in_range, operator, argument, _static(rule, value), value, status=status)
+    require(in_range, operator, argument, rule if traced else _static(rule, value), value, status=status)
     return number
 
 
@@ -253,7 +253,7 @@ def require_integer(
             return value
         value = int(value)
     fits = is_integer(value) and least <= int(value) <= most
-    require(fits, operator, argument, _static(rule, value), value, status=status)
+    require(fits, operator, argument, rule if traced else _static(rule, value), value, status=status)
     return int(value)
 
 
