@@ -72,6 +72,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], int, int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_needs_a_number_of_all_rows_takes_another_pass(name: str) -> None:
     fn, passes, passes_of_step = LOSSES[name]

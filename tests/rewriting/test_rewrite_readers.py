@@ -58,6 +58,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 def test_readers_of_logits_keep_none(name: str) -> None:
     x, w = RNG.normal(size=(BATCH, LENGTH, FEATURES)), RNG.normal(size=(FEATURES, CLASSES))

@@ -80,6 +80,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 CASES = [*((name, 1) for name in LOSSES), *((name, 2) for name in ("logits", "flat", "indices", "each sequence"))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_losses_of_the_next_token_keep_no_logits(name: str, batch: int) -> None:
     rows = 47
