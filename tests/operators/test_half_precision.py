@@ -140,7 +140,7 @@ OTHERS = contract.representatives(covered={*(name.partition(",")[0] for name in 
 
 
 def drawn_cotangent(y, size, rng):
-    """Of one sign on average: what is lost in rounding down does not cancel."""
+    """Draws a cotangent of mostly one sign, so that what is lost in rounding down does not cancel."""
     return jnp.asarray(size * (1 + 0.3 * rng.normal(size=y.shape)), y.dtype)
 
 

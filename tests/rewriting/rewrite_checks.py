@@ -29,6 +29,17 @@ def let_few_logits_count(monkeypatch: pytest.MonkeyPatch, size: int = 0) -> None
     monkeypatch.setattr(savings, "saving", lambda logits, *_, **__: savings.Saving(8 * logits.size, 8 * logits.size))
 
 
+def few_logits_in_float64(size: int) -> Any:
+    """Returns a fixture that lets arrays of more elements count as logits, in float64 and with the users' promotion."""
+
+    def few_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        let_few_logits_count(monkeypatch, size)
+        with jax.enable_x64():
+            yield from users_promotion()
+
+    return pytest.fixture(autouse=True)(few_logits)
+
+
 def few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A fixture: lets arrays of more elements than a number count as logits that are worth a rewrite."""
     return lambda size: let_few_logits_count(monkeypatch, size)

@@ -1,6 +1,6 @@
 """Losses whose logits meet a number of all rows are computed in several passes over chunks of rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rewrite_checks import assert_keeps_no_logits, let_few_logits_count
+from rewrite_checks import assert_keeps_no_logits, few_logits_in_float64
 
 import lowering
 
 ROWS, FEATURES, CLASSES = 94, 3, 64
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_few_logits_count(monkeypatch, 3 * CLASSES)
-    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+few_logits = few_logits_in_float64(3 * CLASSES)
 
 
 def entropies(logits: Any, labels: Any) -> Any:

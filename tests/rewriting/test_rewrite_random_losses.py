@@ -1,7 +1,7 @@
 """Losses put together at random are rewritten, and have the same values and gradients in float64."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -13,18 +13,12 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from rewrite_checks import let_few_logits_count
+from rewrite_checks import few_logits_in_float64
 
 import lowering
 
 ROWS, FEATURES, CLASSES = (2, 3), 4, 7
-
-
-@pytest.fixture(autouse=True)
-def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_few_logits_count(monkeypatch, math.prod(ROWS) * CLASSES - 1)
-    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+few_logits = few_logits_in_float64(math.prod(ROWS) * CLASSES - 1)
 
 
 # What comes between the matrix product and the readers of logits.

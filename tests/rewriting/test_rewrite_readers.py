@@ -1,6 +1,6 @@
 """What people do with logits beside a plain loss: losses and whole steps still store none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,18 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rewrite_checks import assert_keeps_no_logits, let_few_logits_count
+from rewrite_checks import assert_keeps_no_logits, few_logits_in_float64
 
 BATCH, LENGTH, FEATURES, CLASSES = 2, 47, 3, 64
 RNG = np.random.default_rng(0)
 TEACHER, BANK = RNG.normal(size=(FEATURES, CLASSES)), RNG.normal(size=(FEATURES, 1))
-
-
-@pytest.fixture(autouse=True)
-def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_few_logits_count(monkeypatch, 3 * CLASSES)
-    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+few_logits = few_logits_in_float64(3 * CLASSES)
 
 
 def mean(logits: Any, labels: Any) -> Any:

@@ -1,6 +1,6 @@
 """Losses of the next token read all rows of logits but the last: they are rewritten in functions and whole steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,17 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rewrite_checks import assert_keeps_no_logits, let_few_logits_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rewrite_checks import assert_alike, assert_keeps_no_logits, few_logits_in_float64
+
+import lowering
 
 FEATURES, CLASSES = 3, 64
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def _few_logits_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    let_few_logits_count(monkeypatch, 3 * CLASSES)
-    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+few_logits = few_logits_in_float64(3 * CLASSES)
 
 
 def entropies(logits: Any, labels: Any) -> Any:
@@ -87,3 +85,38 @@ def test_losses_of_the_next_token_keep_no_logits(name: str, batch: int) -> None:
     x, w = RNG.normal(size=(batch, rows, FEATURES)), RNG.normal(size=(FEATURES, CLASSES))
     args = jnp.asarray(x), jnp.asarray(w), jnp.asarray(RNG.integers(0, CLASSES, (batch, rows)))
     assert_keeps_no_logits(LOSSES[name], args)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize("name", ["log-probabilities", "focal"])
+def test_sequences_may_be_split_over_devices(name: str, kind: AxisType) -> None:
+    args = RNG.normal(size=(2, 11, FEATURES)), RNG.normal(size=(FEATURES, CLASSES)), RNG.integers(0, CLASSES, (2, 11))
+    step = jax.value_and_grad(LOSSES[name], (0, 1))
+    expected = jax.jit(step)(*args)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    specs = P("data"), P(), P("data")
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        for fast in (jax.value_and_grad(lowering.rewrite(LOSSES[name]), (0, 1)), lowering.rewrite(step)):
+            assert_alike(jax.jit(fast)(*split), expected, 1e-9)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["log-probabilities", "indices", "metrics"])
+def test_second_derivatives_and_mapped_losses_are_the_same(name: str) -> None:
+    args = RNG.normal(size=(2, 11, FEATURES)), RNG.normal(size=(FEATURES, CLASSES)), RNG.integers(0, CLASSES, (2, 11))
+    x, w, y = map(jnp.asarray, args)
+
+    def transformed(fn: Callable[..., Any]) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            found = fn(x, w, y)
+            return found[0] if isinstance(found, tuple) else found
+
+        gradient = jax.grad(loss, (0, 1))
+        mapped = jax.vmap(gradient, (0, None))(jnp.stack([x, 2 * x]), w)
+        return mapped, jax.jvp(gradient, (x, w), (w[0, 0] * x, x[0, 0, 0] * w))
+
+    fast = lowering.rewrite(LOSSES[name])
+    assert fast.report(x, w, y).applied
+    assert_alike(jax.jit(lambda: transformed(fast))(), jax.jit(lambda: transformed(LOSSES[name]))(), 1e-9)

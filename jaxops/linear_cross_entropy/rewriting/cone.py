@@ -44,6 +44,7 @@ class Cone(Region):
     Attributes:
       nodes: in order.
       exits: the values that are read outside.
+      samples: those of them that are a few rows as a whole, such as the last logits of each sequence.
       number: the last exit that adds rows up to one number with a derivative; None if there is none.
     """
 
@@ -78,6 +79,7 @@ class Cone(Region):
         # The next pass computes these again.
         again = {x for x, users in left.items() if users and self.is_wide(x) and self._later.issuperset(users)}
         self.exits = [x for x, users in left.items() if x in results or (users and x not in again)]
+        self.samples = [x for x in self.exits if self._is_sample(self.roles[x])]
 
     @property
     def has_labels(self) -> bool:
@@ -96,11 +98,8 @@ class Cone(Region):
         whole = (x for x in self.cut if x.producer is not None and self.is_wide(x))
         return sum(x.size * x.dtype.itemsize for x in whole)
 
-    @property
-    def samples(self) -> list[Value]:
-        """The exits that are a few rows as a whole, such as the last logits of each sequence."""
-        exits = ((x, self.roles[x]) for x in self.exits)
-        return [x for x, at in exits if isinstance(at, Part) and at.lacks * _FEW_ROWS > self.rows * (_FEW_ROWS - 1)]
+    def _is_sample(self, role: Role) -> bool:
+        return isinstance(role, Part) and _FEW_ROWS * (self.rows - role.lacks) <= self.rows
 
     def is_row(self, value: Value) -> bool:
         """Tells whether a value has at most one number for each row of the logits."""

@@ -1,4 +1,4 @@
-"""Numbers of rows that gathers pick by labels, and scatters add to, where the code counts the rows."""
+"""Gathers and scatters of one class of each row, where the code counts the rows in order."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ SCATTERS = frozenset({"scatter-add", "scatter"})
 
 
 class Pick(NamedTuple):
-    """Numbers of rows that a gather picks by labels, or a scatter adds to.
+    """One class of each row, which a gather picks or a scatter writes.
 
     Attributes:
       axis: the axis of the classes.
@@ -37,7 +37,7 @@ class Pick(NamedTuple):
 
 
 def picks_by_position(node: Node) -> Iterator[Pick]:
-    """Yields the ways to read a gather or scatter as one number of each row, in rows that are counted by the code."""
+    """Yields the ways to read a gather or scatter as one class of each row, with rows that the code counts in order."""
     value, indices = node.inputs[:2]
     numbers, shape = node.params["dimension_numbers"], value.shape
     parts = _parts(indices)

@@ -117,7 +117,7 @@ class Region:
         return (node.inputs[0], self._picks[node][0].labels, *node.inputs[2:]) if node in self._picks else node.inputs
 
     def operands_of(self, node: Node, chunk: Chunk, known: Callable[[Value], Any]) -> list[Any]:
-        """Returns what a node reads in a chunk, without rows that the user's arrays lack where it combines all rows."""
+        """Returns a node's operands in a chunk; where it combines rows, those that an array lacks count for nothing."""
         inputs, arrays = self.inputs(node), [known(x) for x in self.inputs(node)]
         role = self.roles[node.outputs[0]]
         if not isinstance(role, str) or node in self.calls:

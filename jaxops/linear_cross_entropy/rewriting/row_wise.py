@@ -23,8 +23,10 @@ POINTWISE = SAME | frozenset(
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
+# A result that adds up all rows, or is the largest or smallest of them.
+SUM, MAX, MIN = "sum", "max", "min"
 # Of truth values, the largest tells whether one is true.
-_OVER_ROWS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
+_OVER_ROWS = {"reduce_sum": SUM, "reduce_max": MAX, "reduce_or": MAX, "reduce_min": MIN, "reduce_and": MIN}
 _LINEAR = RESHAPES | {"neg", "convert_element_type", "broadcast_in_dim", "copy", "reduce_sum", "transpose"}
 _ALONG_ONE_AXIS = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort", "top_k", "concatenate"})
 
@@ -64,12 +66,15 @@ class Part(NamedTuple):
         """Repeats the first and the last row in place of those that the array lacks."""
         if not self.lacks:
             return array
-        shape = array.shape
-        rows = array.reshape(*shape[: self.axis], self.outer, -1, self.inner, *shape[self.axis + 1 :])
-        widths = [(0, 0)] * rows.ndim
-        widths[self.axis + 1] = (self.lacks_first, self.lacks_last)
-        rows = jnp.pad(rows, widths, mode="edge")
-        return rows.reshape(self.shape(shape, rows.shape[self.axis + 1]))
+        shape, axis = array.shape, self.axis + 1
+        count = shape[self.axis] // (self.outer * self.inner)
+        rows = sharding.reshaped(array, (*shape[: self.axis], self.outer, count, self.inner, *shape[axis:]))
+        ends = ((0, self.lacks_first), (count - 1, self.lacks_last))
+        first, last = (
+            jnp.repeat(lax.slice_in_dim(rows, at, at + 1, axis=axis), lacks, axis, total_repeat_length=lacks)
+            for at, lacks in ends
+        )
+        return sharding.reshaped(lax.concatenate([first, rows, last], axis), self.shape(shape, count + self.lacks))
 
     def trimmed(self, array: Any, rows: int) -> Any:
         """Leaves out the rows that the array should lack, of so many."""
@@ -131,14 +136,14 @@ class Chunk(NamedTuple):
         return jnp.where(mask, array, jnp.asarray(instead, array.dtype))
 
 
-# A result that adds up all rows, or is the largest or smallest of them.
-SUM, MAX, MIN = "sum", "max", "min"
 Role = Part | str | None
 
 
 def neutral(role: str, dtype: Any) -> Any:
     """Returns the number that changes no sum, or no largest or smallest number."""
-    if role == SUM or dtype == jnp.bool_:
+    if role == SUM:
+        return 0
+    if dtype == jnp.bool_:
         return role == MIN
     info: Any = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
     least, most = (-jnp.inf, jnp.inf) if info is None else (info.min, info.max)
