@@ -26,7 +26,7 @@ CASES = {
     "ragged-channels": ((1, 128, 1, 9, 9, 20), 3, PIXELS_OUTSIDE),
     "columns-in-sublanes": ((5, 1, 9, 16, 128), 5, COLUMNS),
     "odd-columns-of-odd-channels": ((3, 1, 6, 11, 130), 3, COLUMNS),
-    "images-in-sublanes": ((16, 1, 5, 8, 130), 4, COLUMNS),
+    "images-in-sublanes": ((8, 1, 5, 8, 130), 4, COLUMNS),
     "transposed": ((2, 1, 5, 6, 3), 3, COLUMNS),
     "larger-than-images": ((2, 1, 3, 4, 128), 16, COLUMNS),
     "window-of-one": ((2, 1, 3, 8, 128), 1, COLUMNS),

@@ -233,6 +233,7 @@ def test_what_was_measured_on_a_target_needs_no_verification_there_but_with_othe
         assert verdict("op", kernel, Hardware("tpu", "tpu"), (), {}) is None
 
 
+@pytest.mark.slow
 def test_the_evidence_of_the_h100_is_what_its_benchmark_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_evidence

@@ -58,7 +58,10 @@ TRAPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["cross_entropy", "cross_entropy_sum", ("row_cone_sum", "row_cone")])
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "pattern", ["cross_entropy", "cross_entropy_sum", ("row_cone_sum", "row_cone")], ids=["rows", "sum", "chunks"]
+)
 @pytest.mark.parametrize("name", TRAPS)
 def test_what_is_no_cross_entropy_keeps_its_values(name: str, pattern: str, few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
