@@ -24,9 +24,9 @@ from lowering.emulation.literals import literals_of
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get
-from lowering.emulation.report import EmulatedKernel
+from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles, value_of
-from lowering.tpu_core.dumps import TOP_LEVEL, Dumps
+from lowering.tpu_core.dumps import KERNEL, TOP_LEVEL, Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.layouts import places_of
 from lowering.tpu_core.vector_unit import LANES
@@ -58,12 +58,14 @@ class Part:
       source: where that was traced, such as "model.py:12 (loss)".
       bundles: the code.
       allocations: the memory and the bytes of each of its allocations, by name.
+      is_kernel: whether it is a Pallas kernel, which leaves nothing under way.
     """
 
     name: str
     source: str
     bundles: tuple[Bundle, ...]
     allocations: Mapping[str, tuple[str, int]]
+    is_kernel: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +122,9 @@ class Program:
 
 def _part(dumps: Dumps, name: str, code: str) -> Part:
     instruction, text = dumps.instructions.get(name), dumps.text(code)
-    source = "" if instruction is None else instruction.source
-    return Part(name, source, read_bundles(text, vectors=True), allocations_of(dumps.allocations(code), text))
+    source, opcode = ("", "") if instruction is None else (instruction.source, instruction.opcode)
+    allocations = allocations_of(dumps.allocations(code), text)
+    return Part(name, source, read_bundles(text, vectors=True), allocations, opcode == KERNEL)
 
 
 @dataclasses.dataclass
@@ -186,6 +189,7 @@ class Run:
         self._parameters = [self._placed("parameter", poison, *pair) for pair in pairs]
         self._results = [self._placed("result", poison, array_type, None) for array_type in program.results]
         self.calls: dict[str, Calls] = {}
+        self._left: dict[Finding, None] = {}
         allocations = self._calls_of(program.top).allocations
         for name, literal in program.literals.items():
             allocations.place(name, "hbm", placed(self._memory, name, "hbm", *literal, poison))
@@ -210,10 +214,12 @@ class Run:
             found |= dict.fromkeys(one.machine.unsettled(np.flatnonzero(one.issues() == 0).tolist()))
         return tuple(what for what in found if not what.startswith(_SEEDS))
 
-    def faults(self) -> tuple[str, ...]:
-        """Says which registers held other values than the compiler meant, and what is not as it must be at the end."""
-        clobbered = [f"{name}: {what}" for name, one in self.calls.items() for what in one.machine.registers.clobbered]
-        return (*clobbered, *left_over(self._memory, self._transfers))
+    def findings(self) -> tuple[Finding, ...]:
+        """Returns which registers held other values than the compiler meant, and what kernels and the program leave."""
+        parts = ((one.part, one.machine.registers.clobbered) for one in self.calls.values())
+        clobbered = [Finding(part.name, part.source, what) for part, found in parts for what in found]
+        at_the_end = left_over(self._memory, self._transfers, but=tuple(finding.what for finding in self._left))
+        return (*clobbered, *self._left, *(Finding(PROGRAM, "", what) for what in at_the_end))
 
     def _placed(self, name: str, poison: int, array_type: str, array: np.ndarray | None) -> int:
         if places_of(array_type)[0] not in (8, 16, 32):
@@ -286,7 +292,11 @@ class Run:
     def _count(self, called: Calls) -> None:
         """Runs a part, and counts what it does."""
         start, started = time.perf_counter(), self._transfers.starts.total()
+        before = left_over(self._memory, self._transfers)
         called.machine.run()
+        if called.part.is_kernel:
+            left = left_over(self._memory, self._transfers, but=before)
+            self._left |= dict.fromkeys(Finding(called.part.name, called.part.source, what) for what in left)
         called.count += 1
         called.seconds += time.perf_counter() - start
         if called.count == 1:

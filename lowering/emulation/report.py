@@ -20,8 +20,8 @@ class Finding:
     """Something that a kernel does and should not, or a result that depends on what must not decide it.
 
     Attributes:
-      kernel: its name.
-      source: where it is called, such as "model.py:12 (loss)"; empty for a whole program.
+      kernel: its name; of a whole program, also that of another part, or "program".
+      source: where it is called, such as "model.py:12 (loss)"; empty for "program".
       what: what was found, in words; with the bundle, and its line where that is known.
     """
 

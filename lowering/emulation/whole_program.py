@@ -64,17 +64,17 @@ def emulated_program(
         raise EmulationError(f"{PROGRAM} on {hardware.name}: {why}") from None
     except MachineFaultError as error:
         raise KernelFaultError(f"{PROGRAM} on {hardware.name}: {error}") from None
-    found = list(run.faults())
+    found = list(run.findings())
     for what, how in _OTHER_WAYS.items() if checks else ():
         try:
-            found += [f"{which} {what}" for which in differing(results, executed(**how)[0])]
+            found += [Finding(PROGRAM, "", f"{which} {what}") for which in differing(results, executed(**how)[0])]
         except MachineFaultError as error:
-            found.append(f"{error}, {what}")
+            found.append(Finding(PROGRAM, "", f"{error}, {what}"))
     return Emulation(
         target=hardware.name,
         results=jax.tree.unflatten(structure, map(jnp.asarray, results)),
         kernels=tuple(calls.described() for calls in run.calls.values() if calls.count),
-        findings=tuple(Finding(PROGRAM, "", what) for what in found),
+        findings=tuple(found),
         unknown=run.unknown(),
         is_whole_program=True,
         is_checked=checks,

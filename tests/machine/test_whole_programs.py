@@ -7,6 +7,7 @@ from test_emulation import A, B, Bench, bits, compressed
 
 from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import Program, Run
+from lowering.emulation.report import Finding
 from lowering.tpu_core.cross_lane_unit import CrossLaneUnit
 from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
@@ -98,7 +99,7 @@ def test_a_program_calls_its_parts_in_one_memory(folder, order):
     doubled, copied = run.run([A, B])
     np.testing.assert_array_equal(doubled, A + A)
     np.testing.assert_array_equal(copied, B)
-    assert run.faults() == run.unknown() == ()
+    assert run.findings() == run.unknown() == ()
     assert {name: (one.count, one.transfers) for name, one in run.calls.items()} == {
         "program": (1, 5),
         "fusion": (1, 2),
@@ -113,7 +114,17 @@ def test_a_part_may_overwrite_what_the_program_keeps_in_registers(folder):
     run = Run(Program.of(Dumps(folder), "tpu-v6e"), [A], checks=True)
     with pytest.raises(MachineFaultError, match="beyond allocation8"):
         run.run([A, B])
-    assert run.faults()[0] == "program: bundle 0x7: s2 holds s22 where s5 is read"
+    assert run.findings()[0] == Finding("program", "", "bundle 0x7: s2 holds s22 where s5 is read")
+
+
+def test_what_a_kernel_leaves_under_way_names_it(folder):
+    (hlo,) = folder.glob("*hlo.txt")
+    kernel = 'custom-call(%args_0_.1), custom_call_target="tpu_custom_call"'
+    hlo.write_text(hlo.read_text().replace("fusion(%args_0_.1), kind=kLoop", kernel))
+    replaced(folder, "fusion", DOUBLED.splitlines()[-1], "")
+    run = Run(Program.of(Dumps(folder), "tpu-v6e"), [A], order=Transfers.ORDERS[0])
+    run.run([A, B])
+    assert run.findings() == (Finding("fusion", "", "1 semaphore not 0 at the end"),)
 
 
 def test_what_a_part_does_that_nobody_has_settled_names_it(folder):
