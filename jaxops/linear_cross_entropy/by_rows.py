@@ -52,7 +52,7 @@ def summed_by_rows(
     blocks, and a single device leaves out chunks of skipped rows. Without `chunk_rows`, they have a size of their own.
     """
     on_one_cpu = place == Place("cpu")
-    in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(columns.weight.size)
+    in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(rows.x.size * columns.weight.size)
     step = chunk_step(columns, softcap, needs, metrics, algebra.added_in_blocks if in_blocks else algebra.added)
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
     is_plain = softcap is None and columns.bias is None and columns.class_targets is None
