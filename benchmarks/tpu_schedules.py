@@ -83,7 +83,11 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"local_response_norm {text(x)}", functools.partial(jaxops.local_response_norm, n=5, layout="NCHW"), (x,)
         )
-    for x, layout in ((shape(128, 96, 27, 27), "NCHW"), (shape(32, 56, 56, 128), "NHWC")):
+    for x, layout in (
+        (shape(128, 96, 27, 27), "NCHW"),
+        (shape(32, 56, 56, 128), "NHWC"),
+        (shape(128, 112, 112, 64), "NHWC"),
+    ):
         norm = functools.partial(jaxops.divisive_norm, n=5, layout=layout)
         yield Case(f"divisive_norm {text(x)} {layout}, with gradient", with_gradient(norm), (x, x), again=x)
         name, twice = f"divisive_norm {text(x)} {layout}, means, with gradients", shape(2, *x.shape)

@@ -42,6 +42,21 @@ def _require_keywords(run: Callable[..., Any], names: Sequence[str], what: str) 
             raise TypeError(f"{what} must take {' and '.join(names)} by name; got ({', '.join(takes)})")
 
 
+def reason_of(
+    operator: str, implementation: Kernel | Form, place: Any, operands: Sequence[Any], params: Mapping[str, Any]
+) -> str | None:
+    """Says why an implementation refuses operands; None if it takes them.
+
+    Raises:
+      TypeError: if what it says is no reason in words.
+    """
+    reason = implementation.refuses(place, *operands, **params)
+    if reason is not None and not isinstance(reason, str):
+        must = "return None or the reason in words"
+        raise TypeError(f"{operator}: refuses of {implementation.name} must {must}; got {show(reason)}")
+    return reason
+
+
 def configs_of(
     operator: str, kernel: Kernel, hardware: Hardware, operands: Sequence[Any], attributes: Mapping[str, Any]
 ) -> Sequence[Config]:

@@ -175,7 +175,7 @@ def without_kernels(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the operator on one device where no kernel runs: its form for this hardware, or its reference."""
     place, (structured, attributes) = Place(hardware.platform), unpacked(operands, params)
-    form = select.form_for(operator.forms, "auto", place, structured, attributes)
+    form = select.form_for(operator.name, operator.forms, "auto", place, structured, attributes)
     return _in_jnp(operator, form, place, params)
 
 

@@ -13,6 +13,7 @@ from lowering import operators
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.evidence import Verdict, verdict
+from lowering.implementations import reason_of
 from lowering.measurements import REFERENCE, Config, Entry, config_items, config_text, versions
 from lowering.operators import Form, Place, present_names, refusal_by_fields, unpacked
 from lowering.targets import TARGETS, is_absent
@@ -283,12 +284,16 @@ def choose(
         )
         raise NotSupportedError(message, _RUNTIME_ERROR)
     place = Place(hardware.platform, device_count)
-    form = None if mode == REFERENCE else form_for(forms, mode, place, structured, attributes)
+    form = None if mode == REFERENCE else form_for(operator_name, forms, mode, place, structured, attributes)
     considered_forms = () if mode in (REFERENCE, *form_names) else forms
 
     def all_reasons() -> tuple[Refusal, ...]:
         before = itertools.takewhile(lambda one: one is not form, considered_forms)
-        told = ((x.name, x.refuses(place, *structured, **attributes)) for x in before if place.platform in x.platforms)
+        told = (
+            (x.name, reason_of(operator_name, x, place, structured, attributes))
+            for x in before
+            if place.platform in x.platforms
+        )
         return (*reasons(), *(Refusal(name, reason) for name, reason in told if reason is not None))
 
     return Choice(None, False, all_reasons, form=form)
@@ -402,7 +407,7 @@ class _Candidates:
             reason = f"went wrong on this device when it was tuned, {self.evidence.faults[kernel.name]}; {insisting}"
         chip = Hardware(kernel.platform, kernel.platform) if self.mode == "interpret" else self.hardware
         reason = reason or refusal_by_fields(kernel, self.operands)
-        return reason or kernel.refuses(chip, *self.operands, **self.attributes)
+        return reason or reason_of(self.operator, kernel, chip, self.operands, self.attributes)
 
     def _platform_reason(self, kernel: Kernel) -> str | None:
         if self.mode == "interpret":
@@ -444,7 +449,12 @@ class _Candidates:
 
 
 def form_for(
-    forms: Sequence[Form], request: str, place: Place, operands: Sequence[Any], attributes: Mapping[str, Any]
+    operator: str,
+    forms: Sequence[Form],
+    request: str,
+    place: Place,
+    operands: Sequence[Any],
+    attributes: Mapping[str, Any],
 ) -> Form | None:
     """Returns the form that runs where no kernel does; None for the reference.
 
@@ -453,11 +463,11 @@ def form_for(
     """
     for form in forms:
         if request == form.name:
-            if (reason := form.refuses(place, *operands, **attributes)) is None:
+            if (reason := reason_of(operator, form, place, operands, attributes)) is None:
                 return form
             raise NotSupportedError(f"{form.name} was asked for, but {reason}", _RUNTIME_ERROR)
     default = (form for form in forms if place.platform in form.platforms)
-    return next((form for form in default if form.refuses(place, *operands, **attributes) is None), None)
+    return next((form for form in default if reason_of(operator, form, place, operands, attributes) is None), None)
 
 
 def _size_reason(operands: Sequence[Any]) -> str | None:

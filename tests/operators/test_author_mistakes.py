@@ -93,11 +93,15 @@ def test_kernel_that_is_added_needs_a_platform_that_exists():
         ),
         ({"run": lambda x, **launch: None}, "mine must return float32[4,8], as the reference does; got nothing"),
         (
+            {"refuses": lambda *_, **params: True},
+            "refuses of mine must return None or the reason in words; got True",
+        ),
+        (
             {"configs": lambda *_: ()},
             "configs of mine must offer one at least for what it does not refuse; got none for float32[4,8]",
         ),
     ],
-    ids=["dtype", "shape", "number", "nothing", "configs"],
+    ids=["dtype", "shape", "number", "nothing", "refuses", "configs"],
 )
 def test_kernel_is_refused_when_it_is_lowered(fields, sentence):
     operator = toy("toy_kernel", kernels=(kernel(**fields),))
