@@ -1,5 +1,6 @@
 """`check_operator`: the promises that this library's operators keep, for any function of arrays."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks.arguments import BadParamError, as_array, is_integer, require
+from jaxops._primitive.operator import Operator
 from jaxops.testing import accuracy, calls, derivatives, meshes, rows
 from jaxops.testing.compare import DEFAULTS, Tolerance
 from jaxops.testing.report import Broken, Report, Skipped
@@ -100,7 +102,14 @@ def check_operator(
                 kept.append(promise.name)
     if isinstance(fault, Broken) and not any(found.promise == "runs" for found in broken):
         broken.append(fault)
-    return Report(getattr(fn, "__name__", type(fn).__name__), tuple(kept), tuple(broken), tuple(skipped))
+    return Report(_title(fn), tuple(kept), tuple(broken), tuple(skipped))
+
+
+def _title(fn: Callable[..., Any]) -> str:
+    """Returns what a report calls a function, an operator or a module that is called."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn.name if isinstance(fn, Operator) else getattr(fn, "__name__", type(fn).__name__)
 
 
 def _function(argument: str, fn: Any) -> Callable[..., Any]:

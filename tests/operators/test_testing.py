@@ -267,6 +267,13 @@ def test_report_prints_what_broke_first() -> None:
     Report("f", ("jit",), (), ()).raise_if_broken()
 
 
+def test_report_names_an_operator_and_what_is_called_with_options() -> None:
+    operator = next(each for each in jaxops.operators() if each.name == "softmax")
+    for fn in (operator, functools.partial(operator, axis=-1, algorithm="accurate")):
+        report = check_operator(fn, [np.ones((2, 3), np.float32)], promises=["runs"])
+        assert report.function == "softmax"
+
+
 def test_page_lists_the_promises() -> None:
     table = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("| promise |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
