@@ -174,7 +174,7 @@ def ema_adam(
         decays = _decay_mask(mask, params)
         trees = {"grads": grads, "params": params, "mu": adam.mu, "nu": adam.nu, "ema": average.ema, "mask": decays}
         rows, structure = rows_of(_NAME, **trees)
-        require_shapes(_NAME, grads, params)
+        require_shapes(_NAME, params, grads=grads, mu=adam.mu, nu=adam.nu, ema=average.ema)
         results = [_step(*row, coefficients=coefficients, mode=mode, one_pass=one_pass) for row in rows]
         updates, mu, nu, ema = (structure.unflatten(result[i] for result in results) for i in range(4))
         return updates, (optax.ScaleByAdamState(count, mu, nu), EmaParamsState(ema))

@@ -92,7 +92,7 @@ def fused_apply(
     require_tree(_NAME, "opt_state", opt_state)
     grads = jax.tree.map(functools.partial(as_array, _NAME, "grads"), grads)
     params = jax.tree.map(functools.partial(as_array, _NAME, "params"), params)
-    require_shapes(_NAME, grads, params)
+    require_shapes(_NAME, params, grads=grads)
     extended = optax.with_extra_args_support(transform)
     try:
         outputs, is_written, is_changed = _survey(extended, grads, opt_state, params, extra_args)
@@ -108,14 +108,17 @@ def fused_apply(
     return structure.unflatten(new_params), opt_state
 
 
-def require_shapes(operator: str, grads: Any, params: Any) -> None:
-    """Refuses gradients that are not as large as their parameters, by their paths."""
-    pairs, _ = rows_of(operator, grads=grads, params=params)
-    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf))
-    for path, (grad, param) in zip(paths, pairs, strict=True):
-        if is_like_array(grad) and is_like_array(param):
-            rule = f"have its parameter's shape {list(param.shape)}"
-            require(grad.shape == param.shape, operator, f"grads{jax.tree_util.keystr(path)}", rule, grad)
+def require_shapes(operator: str, params: Any, /, **trees: Any) -> None:
+    """Refuses arrays that are not as large as their parameters, by their paths in the first tree."""
+    rows, _ = rows_of(operator, **trees, params=params)
+    first = next(iter(trees.values()))
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(first, is_leaf=_is_leaf))
+    for path, (*arrays, param) in zip(paths, rows, strict=True):
+        for argument, array in zip(trees, arrays, strict=True):
+            if is_like_array(array) and is_like_array(param):
+                rule = f"have its parameter's shape {list(param.shape)}"
+                where = f"{argument}{jax.tree_util.keystr(path)}"
+                require(array.shape == param.shape, operator, where, rule, array)
 
 
 def rows_of(operator: str, /, **trees: Any) -> tuple[list[tuple[Any, ...]], Any]:

@@ -352,6 +352,11 @@ REFUSALS = {
         "ema_adam: grads['w'] must have its parameter's shape [2]; got float32[3]",
         161002,
     ),
+    "shape-of-state": (
+        lambda: ema_adam(1e-3).update({"w": jnp.ones(2)}, ema_adam(1e-3).init({"w": jnp.ones(3)}), {"w": jnp.ones(2)}),
+        "ema_adam: mu['w'] must have its parameter's shape [2]; got float32[3]",
+        161002,
+    ),
     "mask": (lambda: ema_adam(1e-3, mask="w"), "ema_adam: mask must be a tree of bools, or a function", 161002),
     "mu_dtype": (
         lambda: ema_adam(1e-3, mu_dtype="junk"),
