@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.arguments import BadParamError, NotSupportedError, require
 from jaxops._frameworks import batch_norm
+from jaxops._frameworks.loss_options import check_loss_options
 from jaxops.batch_norm.api import is_of_vmap
 from jaxops.dropout import dropout
 from jaxops.linear_cross_entropy import linear_cross_entropy
@@ -180,6 +181,7 @@ class LossHead(eqx.Module):
 
     def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> Any:
         """Computes the loss of features x (..., H) and labels (...), with the options of `linear_cross_entropy`."""
+        check_loss_options(_HEAD, options)
         weight = self.layer.weight
         dtype = jnp.result_type(x, weight)
         bias = self.layer.bias if isinstance(self.layer, eqx.nn.Linear) else None

@@ -14,12 +14,14 @@ from flax.linen import dtypes
 
 from jaxops._checks.arguments import NotSupportedError, require
 from jaxops._frameworks import batch_norm, flax_arguments
+from jaxops._frameworks.loss_options import check_loss_options
 from jaxops._frameworks.pooling import avg_pool as avg_pool
 from jaxops._frameworks.pooling import max_pool as max_pool
 from jaxops.dropout import dropout
 from jaxops.linear_cross_entropy import linear_cross_entropy
 
 _NORM, _DROPOUT, _HEAD = "jaxops.linen.BatchNorm", "jaxops.linen.Dropout", "jaxops.linen.LossHead"
+_TIED = "jaxops.linen.tied_loss"
 
 __all__ = ["BatchNorm", "Dropout", "LossHead", "avg_pool", "max_pool", "tied_loss"]
 
@@ -180,6 +182,7 @@ class LossHead(nn.Dense):
 
     def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> Any:  # type: ignore[override]  # labels, too
         """Computes the loss of features x (..., H) and labels (...), with the options of `linear_cross_entropy`."""
+        check_loss_options(_HEAD, options)
         operands: Any = self.promote_dtype(x, *self._parameters(x.shape[-1]), dtype=self.dtype)
         x, kernel, bias = operands
         return linear_cross_entropy(x, kernel, labels, bias=bias, transpose_weight=True, **options)
@@ -211,6 +214,9 @@ def tied_loss(embed: nn.Embed, x: jax.Array, labels: jax.Array, **options: Any) 
     Returns:
       What `jaxops.linear_cross_entropy` returns.
 
+    Raises:
+      NotSupportedError: if `embed` is no `nn.Embed`.
+
     Example:
       >>> from flax import linen as nn
       >>> class Model(nn.Module):
@@ -224,6 +230,9 @@ def tied_loss(embed: nn.Embed, x: jax.Array, labels: jax.Array, **options: Any) 
       >>> print(loss.round(3), np.log(4).round(3))  # all classes are equally likely
       1.386 1.386
     """
+    rule = "be an nn.Embed"
+    require(isinstance(embed, nn.Embed), _TIED, "embed", rule, embed, error=NotSupportedError)
+    check_loss_options(_TIED, options)
     operands: Any = embed.promote_dtype(x, embed.embedding, dtype=embed.dtype)
     x, table = operands
     return linear_cross_entropy(x, table, labels, **options)

@@ -13,6 +13,7 @@ from flax import nnx as flax_nnx
 
 from jaxops._checks.arguments import NotSupportedError, require
 from jaxops._frameworks import batch_norm, flax_arguments
+from jaxops._frameworks.loss_options import check_loss_options
 from jaxops._frameworks.pooling import avg_pool as avg_pool
 from jaxops._frameworks.pooling import max_pool as max_pool
 from jaxops.dropout import dropout
@@ -186,6 +187,7 @@ class LossHead(flax_nnx.Module):
 
     def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> Any:
         """Computes the loss of features x (..., H) and labels (...), with the options of `linear_cross_entropy`."""
+        check_loss_options(_HEAD, options)
         layer = self.layer
         if isinstance(layer, flax_nnx.Embed):
             x, table = layer.promote_dtype((x, layer.embedding[...]), dtype=layer.dtype)

@@ -120,7 +120,7 @@ def _require_callable_with(fn: Callable[..., Any], name: str, args: Sequence[Any
     except ValueError:  # some functions written in C say nothing of their arguments
         pass
     except TypeError as error:
-        advice = "pass one --arg for each argument, or define example_args in the file"
+        advice = f"pass one --arg for each argument, or define {name}_args or example_args in the file"
         if not args:
             raise CommandError(f"{name} needs arguments: {advice}") from None
         rule = f"be callable with {counted(len(args), 'argument')}"

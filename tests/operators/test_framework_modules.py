@@ -621,6 +621,12 @@ REFUSALS = {
     "jaxops.nnx.LossHead: layer.dot_general must be the default, as the loss has products of its own; got": (
         lambda: jaxops.nnx.LossHead(nnx.Linear(2, 2, dot_general=lambda *args, **_: None, rngs=nnx.Rngs(0)))
     ),
+    "jaxops.nnx.LossHead: bias must be left out, as the layer decides it; got None": (
+        lambda: jaxops.nnx.LossHead(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))(jnp.ones((3, 2)), jnp.zeros(3, int), bias=None)
+    ),
+    "jaxops.linen.tied_loss: embed must be an nn.Embed; got float32[4, 2]": (
+        lambda: jaxops.linen.tied_loss(jnp.ones((4, 2)), jnp.ones((3, 2)), jnp.zeros(3, int))
+    ),
     "jaxops.linen.BatchNorm: axis must be -1; got (0, 1)": lambda: jaxops.linen.BatchNorm(axis=(0, 1)),
     "jaxops.linen.BatchNorm: force_float32_reductions must be True, as all sums are in float32; got False": (
         lambda: jaxops.linen.BatchNorm(force_float32_reductions=False)
