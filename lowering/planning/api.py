@@ -27,6 +27,8 @@ from lowering.planning.report import Plan, Row, TimedCollective, mesh_text, orde
 from lowering.schedule.report import Schedule
 from lowering.static_leaves import of_arrays
 
+# From how many times its share on a plan says what a chip computes. Remat repeats a forward pass, which is a third.
+_REPEATED = 1.8
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # How a TPU's compiler says that memory does not suffice: what it needs, and what there is.
 _TOO_LARGE = (
@@ -219,7 +221,8 @@ def _of_record(empty: Row, record: Mapping[str, Any], flops: Mapping[str, int], 
     memory = record.get("memory", {})
     found = [_timed(one, case) for one in record.get("collectives", ())]
     replayed_us = record.get("replayed_us")
-    seconds, per_chip = _matmul(flops, record.get("product_flops", 0), case)
+    repeated = _repeated(flops, record.get("product_flops", 0), case)
+    seconds, per_chip = _matmul(flops, repeated, case)
     # A TPU's compiler gives no program that does not fit; what it reports adds up to more than the peak.
     is_placed = bool(memory) and case.target.hardware.platform == "tpu"
     row = dataclasses.replace(
@@ -232,7 +235,7 @@ def _of_record(empty: Row, record: Mapping[str, Any], flops: Mapping[str, int], 
         matmul_seconds=seconds,
         replayed_seconds=None if replayed_us is None else 1e-6 * replayed_us,
         compile_seconds=record.get("compile_seconds", 0.0),
-        remarks=_remarks(record, case),
+        remarks=_remarks(record, repeated, case),
     )
     if not memory:  # the compiler gives no program
         return row
@@ -253,19 +256,28 @@ def _timed(record: Mapping[str, Any], case: Case) -> TimedCollective:
     return TimedCollective(**fields, seconds=links.seconds(one, case.target))
 
 
-def _matmul(flops: Mapping[str, int], compiled_flops: int, case: Case) -> tuple[float | None, int]:
-    """Returns the time and flops of a chip's products: its even share, or more if the program repeats some on chips."""
-    rates = dict(case.target.hardware.matmul_flops_per_s)
+def _repeated(flops: Mapping[str, int], compiled_flops: int, case: Case) -> float:
+    """Returns how many times its even share of the products each chip computes."""
     share = sum(flops.values()) / case.target.device_count
-    repeated = max(1.0, compiled_flops / share) if share else 1.0
+    return max(1.0, compiled_flops / share) if share else 1.0
+
+
+def _matmul(flops: Mapping[str, int], repeated: float, case: Case) -> tuple[float | None, int]:
+    """Returns the time and flops of a chip's products."""
+    rates = dict(case.target.hardware.matmul_flops_per_s)
+    share = round(repeated * sum(flops.values()) / case.target.device_count)
     if any(kind not in rates for kind in flops):
-        return None, round(share * repeated)
+        return None, share
     seconds = sum(count / rates[kind] for kind, count in flops.items()) / case.target.device_count
-    return seconds * repeated, round(share * repeated)
+    return seconds * repeated, share
 
 
-def _remarks(record: Mapping[str, Any], case: Case) -> tuple[str, ...]:
+def _remarks(record: Mapping[str, Any], repeated: float, case: Case) -> tuple[str, ...]:
     remarks = []
+    if repeated >= _REPEATED:
+        where = f"{case.name} {mesh_text(case.mesh.shape)}"
+        cure = "what `shardings` leaves whole, every chip computes"
+        remarks.append(f"{where}: each chip computes {repeated:.1f} times its share of the products; {cure}")
     if record.get("unknown_loops"):
         remarks.append(f"{case.name}: loops whose turns data decides count as one turn: {len(record['unknown_loops'])}")
     if case.target.device_count > 1:

@@ -90,6 +90,14 @@ def test_plan_replays_a_single_chip(chip, tmp_path):
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("chip", ["tpu-v5e:2x2"], indirect=True)
+def test_plan_says_what_every_chip_computes(chip, tmp_path):
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    plan = lowering.plan(lambda x: x @ x, x, targets=[chip], meshes=[{"data": -1}], cache=tmp_path)
+    assert f"{chip} data=4: each chip computes 4.0 times its share of the products" in str(plan)
+
+
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("chip", ["tpu-v5e"], indirect=True)
 def test_plan_of_one_chip_may_name_the_mesh_and_donates(chip, tmp_path):
     weights = jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32)
