@@ -262,7 +262,7 @@ def bench(
         bool, typer.Option("--gradients", help="Time value and gradients of the floating-point arguments.")
     ] = False,
     tuned: Tuned = None,
-    repeats: Annotated[int, typer.Option(help="How often each is timed.")] = 20,
+    repeats: Annotated[int, typer.Option(help="How often each is timed within a minute.")] = 20,
     output: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
     as_json: Json = False,
 ) -> None:

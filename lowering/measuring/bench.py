@@ -26,6 +26,8 @@ from lowering.select import use
 from lowering.static_leaves import of_arrays
 from lowering.targets import device_name, here
 
+_MOST_SECONDS = 60  # after which no further repeat begins
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -80,9 +82,10 @@ class BenchResult:
 
     def table(self) -> Table:
         """Lays out the rows as a `rich` table."""
-        table = Table(title=f"{self.device}, medians of interleaved repeats", title_justify="left")
+        title = f"{self.device}: medians of interleaved repeats, and temporaries in MB"
+        table = Table(title=title, title_justify="left")
         table.add_column("function" if any(row.function for row in self.rows) else "implementation", overflow="fold")
-        for name in ("median, ms", "of the first", "quartiles, ms", "repeats", "temporaries, bytes"):
+        for name in ("median, ms", "of the first", "quartiles, ms", "repeats", "MB"):
             table.add_column(name, justify="right", no_wrap=True)
         first_ms = next((row.median_ms for row in self.rows if row.median_ms is not None), math.nan)
         for row in self.rows:
@@ -93,9 +96,15 @@ class BenchResult:
                 continue
             first, third = row.quartiles_ms
             relative = f"{row.median_ms / first_ms:.2f}"
-            figures = f"{row.median_ms:,.3f}", relative, f"{first:,.3f} to {third:,.3f}", str(row.repeats)
-            table.add_row(Text(f"{row.name}{taken}"), *figures, f"{row.temporary_bytes:,}")
+            figures = _figures(row.median_ms), relative, f"{_figures(first)} to {_figures(third)}", str(row.repeats)
+            table.add_row(Text(f"{row.name}{taken}"), *figures, _figures(1e-6 * row.temporary_bytes))
         return table
+
+
+def _figures(number: float) -> str:
+    """Writes a number with three or more digits that count."""
+    digits = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 3
+    return f"{number:,.{digits}f}"
 
 
 def bench(
@@ -111,7 +120,7 @@ def bench(
       fn: a function of arrays, jitted or not. Donated arguments are copied before the clock starts.
       *args: its arguments: arrays, or pytrees of them. A `jax.ShapeDtypeStruct` becomes a random array.
       implementations: as in `lowering.use`.
-      repeats: how often to time each; at least 2.
+      repeats: how often to time each, at least 2; only 3 times if a minute has passed by then.
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
 
     Raises:
@@ -157,6 +166,7 @@ def compare(
         times = timing.times_ms(
             {name: program.run for name, program in programs.items()},
             repeats=repeats,
+            until=timing.clock() + _MOST_SECONDS,
             prepare=lambda name: programs[name].arguments(),
             after_round=lambda: bar.advance(TaskID(0)),
         )
