@@ -88,6 +88,21 @@ def test_what_is_replayed_when_time_runs_out_is_kept(monkeypatch):
     assert {other.discarded for other in others} == {"not compiled before the time budget ended"}
 
 
+def test_a_configuration_that_pallas_does_not_lower_is_discarded(monkeypatch):
+    reports = itertools.count()
+
+    def replay(*_, **__):
+        if next(reports) == 2:  # after the reference, in two layouts
+            raise ValueError("The last two dimensions of a block must be divisible by 8 and 128.\nMore follows.")
+        return types.SimpleNamespace(schedule=types.SimpleNamespace(total_us=30.0))
+
+    monkeypatch.setattr(replaying, "replay", replay)
+    (entry,) = lowering.tune(softmax, X, target="tpu-v5e", by="schedule").entries
+    reference, first, *others = entry.candidates
+    refused = "ValueError: The last two dimensions of a block must be divisible by 8 and 128."
+    assert [reference.discarded, first.discarded, *{other.discarded for other in others}] == ["", refused, ""]
+
+
 @pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v6e", "tpu-v7x"])
 def test_the_same_operands_were_ranked_with_each_jax(target):
     path = Path(lowering.__file__).parent / "tuned" / f"{target}.replayed.json"
