@@ -1,5 +1,6 @@
 """Average pooling, and its gradient, which spreads each window's gradient over the window's elements."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from jaxops._primitive.operator import Operator
 from jaxops.pooling import windows
 from jaxops.pooling.windows import Ints, Padding, Span
 from lowering.operators import Form, Place
+
+# The longest windows whose elements XLA's CPU compiler adds up fastest as slices: of longer ones it sums an axis.
+_FEW_SLICES = 4
 
 
 @layout_required
@@ -60,7 +64,8 @@ def avg_pool(
     Numerics:
       Sums in float32 (float64 for float64), then divides and rounds once, forward and backward. Derivatives of all
       modes and orders exist. The gradient does not read x. This runs as XLA's window reductions: an axis
-      at a time, and on TPUs at once for small windows of images with channels last (`xla_one_pass`).
+      at a time, and on TPUs at once for small windows of images with channels last (`xla_one_pass`). On CPUs, windows
+      that lie side by side are summed as slices, and their gradient is repeated (`xla_side_by_side`).
 
     Example:
       >>> x = jnp.arange(8.0).reshape(1, 1, 2, 4)
@@ -163,6 +168,51 @@ def _in_one_pass(reference: Callable[..., Arrays]) -> Form:
     return Form("xla_one_pass", frozenset({"tpu"}), run, refuses)
 
 
+def _means_side_by_side(x: jax.Array, *, place: Place, extents: tuple[int, ...], **attributes: Any) -> Arrays:
+    """Computes the means of windows that do not overlap: sums that XLA's CPU compiler fuses with what is around."""
+    along = windows.spans(extents, attributes["window"], attributes["stride"], attributes["padding"])
+    total, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
+    for span in spans:
+        total = _summed_side_by_side(total, span)
+    mean = (total / math.prod(span.window for span in spans)).astype(x.dtype)
+    return (windows.unsqueezed(mean, x, along),)
+
+
+def _summed_side_by_side(x: jax.Array, span: Span) -> jax.Array:
+    axis, covered = x.ndim + span.axis, span.outputs * span.window
+    if span.window <= _FEW_SLICES:
+        parts = [jax.lax.slice_in_dim(x, at, covered, span.window, axis) for at in range(span.window)]
+        return functools.reduce(jax.lax.add, parts)
+    whole = jax.lax.slice_in_dim(x, 0, covered, axis=axis)
+    return jnp.sum(whole.reshape(*x.shape[:axis], span.outputs, span.window, *x.shape[axis + 1 :]), axis + 1)
+
+
+def _spread_side_by_side(grad: jax.Array, *, place: Place, extents: tuple[int, ...], **attributes: Any) -> Arrays:
+    """Repeats the gradient of each window, where windows do not overlap."""
+    along = windows.spans(extents, attributes["window"], attributes["stride"], attributes["padding"])
+    total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
+    spread = (total / math.prod(span.window for span in spans)).astype(grad.dtype)
+    for span in spans:
+        axis, rest = spread.ndim + span.axis, span.extent - span.outputs * span.window
+        spread = jnp.repeat(spread, span.window, axis)
+        spread = jax.lax.pad(spread, np.zeros((), grad.dtype), [(0, rest * (i == axis), 0) for i in range(spread.ndim)])
+    return (windows.unsqueezed(spread, grad, along),)
+
+
+def _side_by_side(run: Callable[..., Arrays]) -> Form:
+    """Makes the form for windows that do not overlap."""
+
+    def refuses(place: Place, x: Any, *, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any) -> Any:
+        if any(map(jax.export.is_symbolic_dim, (*x.shape, *extents))):
+            return "windows side by side need sizes that are numbers"
+        for span in windows.spans(extents, **attributes):
+            if span.before or span.stride != span.window or span.outputs * span.window > span.extent:
+                return "windows overlap, leave gaps or reach beyond x"
+        return None
+
+    return Form("xla_side_by_side", frozenset({"cpu"}), run, refuses)
+
+
 # Pooling is linear: tangents are pooled, and nothing of x is kept.
 
 
@@ -189,7 +239,7 @@ AVG_POOL = Operator(
     _check,
     _means,
     Derivative(_vjp, _tangent, _linearize),
-    forms=(_in_one_pass(_means),),
+    forms=(_in_one_pass(_means), _side_by_side(_means_side_by_side)),
     no_kernel=_SUMS,
 )
 # Each of the two is the other's transpose.
@@ -199,6 +249,6 @@ AVG_POOL_BACKWARD = Operator(
     _check_backward,
     _backward,
     Derivative(_tangent, _vjp, _linearize_backward),
-    forms=(_in_one_pass(_backward),),
+    forms=(_in_one_pass(_backward), _side_by_side(_spread_side_by_side)),
     no_kernel=_SUMS,
 )

@@ -143,7 +143,7 @@ def test_windows_in_one_pass_equal_loops_in_float64(geometry, rng):
     means = attributes | {"count_include_pad": False, "extents": (1, *x.shape[2:])}
 
     def run(operator, operand, **attributes):
-        (form,) = operator.forms
+        form = operator.forms[0]
         run = functools.partial(form.run, place=Place("tpu"), **attributes)
         return windows.from_volume(jax.jit(run)(windows.to_volume(jnp.asarray(operand), "NCHW"))[0], "NCHW")
 
@@ -152,6 +152,24 @@ def test_windows_in_one_pass_equal_loops_in_float64(geometry, rng):
     np.testing.assert_allclose(run(MAX_POOL, x, propagate_nan=True, **attributes), largest, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(run(AVG_POOL, x, **means), mean, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(run(AVG_POOL_BACKWARD, cotangent, **means), gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("extents", "window"), [((6, 8), (2, 2)), ((7, 11), (2, 5)), ((9, 7), (9, 7)), ((5, 4, 13), (2, 1, 6))], ids=str
+)
+def test_means_of_windows_side_by_side_equal_loops_in_float64(extents, window, dtype, rng):
+    geometry = extents, window, window, (0,) * len(window)
+    x, cotangent = (jnp.asarray(each, dtype) for each in make_case(rng, geometry))
+    fn = pooled("mean", geometry)
+    rows = lowering.explain(jax.grad(lambda x: jnp.sum(fn(x) ** 2)), x, target="cpu").rows
+    assert {row.implementation for row in rows} == {"xla_side_by_side"}
+    truth = expected("mean", np.asarray(x, np.float32), np.asarray(cotangent, np.float32), geometry)
+    rounding = 1e-6 if dtype == "float32" else 0.501 * float(jnp.finfo(dtype).eps)
+    for actual, exact in zip(value_and_gradient(fn, x, cotangent), truth, strict=True):
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=rounding, atol=1e-6)
 
 
 @pytest.mark.sampled
@@ -363,8 +381,9 @@ def test_explain_shows_pooling(rng):
         return jnp.sum(avg_pool(max_pool(x, 3, stride=2, padding=1, layout="NCHW"), 2, layout="NCHW"))
 
     rows = lowering.explain(jax.grad(loss), np.zeros((2, 3, 8, 8), np.float32)).rows
-    assert [row.operator for row in rows] == ["max_pool", "avg_pool", "avg_pool_backward", "max_pool_backward"]
-    assert {row.implementation for row in rows} == {"reference"}
+    found = [(row.operator, row.implementation) for row in rows]
+    means = [(name, "xla_side_by_side") for name in ("avg_pool", "avg_pool_backward")]
+    assert found == [("max_pool", "reference"), *means, ("max_pool_backward", "reference")]
 
 
 @pytest.mark.parametrize("kind", ["max", "mean", "mean-inside"])
