@@ -15,7 +15,17 @@ from pallas_kernels.kernel import Config, Kernel
 
 
 def require_sound(operator: str, kernels: Iterable[Kernel], forms: Iterable[Form] = ()) -> None:
-    """Refuses kernels and forms for what does not exist, and those that could not be run."""
+    """Refuses kernels and forms for what does not exist, and those that could not be run or told apart."""
+    every: tuple[Kernel | Form, ...] = (*(kernels := tuple(kernels)), *forms)
+    for one in every:
+        same = [other for other in every if (other.name, _platform(other)) == (one.name, _platform(one))]
+        if len(same) > 1:
+            raise ValueError(
+                f"{operator}: name of a kernel or form must be its own on a platform; got {one.name} twice"
+            )
+        for field in ("run", "refuses", "configs"):
+            if not callable(given := getattr(one, field, print)):
+                raise TypeError(f"{operator}: {field} of {one.name} must be a function; got {show(given)}")
     for kernel in kernels:
         _require_among(PLATFORMS, kernel.platform, f"{operator}: platform of {kernel.name}")
         _require_among(TARGETS, kernel.measured_on, f"{operator}: measured_on of {kernel.name}")
@@ -23,6 +33,10 @@ def require_sound(operator: str, kernels: Iterable[Kernel], forms: Iterable[Form
     for form in forms:
         _require_among(PLATFORMS, form.platforms, f"{operator}: platforms of {form.name}")
         _require_keywords(form.run, ("place",), f"{operator}: run of {form.name}")
+
+
+def _platform(implementation: Kernel | Form) -> str:
+    return implementation.platform if isinstance(implementation, Kernel) else ""
 
 
 def _require_among(known: Iterable[str], given: Iterable[Any], what: str) -> None:
@@ -66,6 +80,8 @@ def configs_of(
       ValueError: if it has none.
     """
     offered = kernel.configs(hardware, *operands, **attributes)
+    if not (isinstance(offered, Sequence) and all(isinstance(config, Mapping) for config in offered)):
+        raise TypeError(f"{operator}: configs of {kernel.name} must return a sequence of dicts; got {show(offered)}")
     if not offered:
         types = map(_type, jax.tree.leaves(operands))
         rule = "offer one at least for what it does not refuse"

@@ -95,12 +95,16 @@ class Operator:
 
     def __call__(self, *operands: Any, **params: Any) -> Any:
         """Binds the primitive. Operands must be arrays or NamedTuples of them, and `params` hashable."""
+        for position, operand in enumerate(operands):
+            if type(operand) in (list, tuple, dict):
+                rule = "must be an array or a NamedTuple of arrays"
+                raise TypeError(f"{self.name}: operand {position} {rule}; got {show(operand)}")
         if (count := len(fields(operands))) != len(self.axes.operands):
             raise self._misfit("operands", count)
         # Abstract evaluation checks too, but under vmap only this place sees the shapes that the user wrote.
         try:
-            if self.check is not None:
-                self.check(*operands, **params)
+            if self.check is not None and (found := self.check(*operands, **params)) is not None:
+                raise TypeError(f"{self.name}: check must return None, or raise; got {show(found)}")
             arrays, attributes = packed(operands, params)
             found = self.bind(arrays, attributes)
             return jax.tree.unflatten(self.structure_of_results(arrays, attributes), found)
@@ -169,7 +173,14 @@ class Operator:
     def _abstract_eval(self, *arrays: Any, selection: Any, **params: Any) -> list[Any]:
         if self.check is not None:
             operands, attributes = unpacked(arrays, params)
-            self.check(*operands, **attributes)
+            try:
+                self.check(*operands, **attributes)
+            except TypeError as error:
+                if "is not a valid JAX type" not in str(error):
+                    raise
+                raise TypeError(
+                    f"{self.name}: check must read shapes and dtypes alone; got one that computes"
+                ) from error
         results = list(jax.make_jaxpr(lambda *arrays: self.meaning(*arrays, **params))(*arrays).out_avals)
         structured = jax.tree.unflatten(self.structure_of_results(arrays, params), results)
         count = 0 if structured is None else len(fields(structured))

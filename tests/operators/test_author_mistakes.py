@@ -44,6 +44,10 @@ def kernel(**fields):
             {"forms": (Form("xla_toy", EVERYWHERE, lambda x: x),)},
             "run of xla_toy must take place by name; got (x)",
         ),
+        ({"kernels": (kernel(run=None),)}, "run of mine must be a function; got None"),
+        ({"kernels": (kernel(refuses=None),)}, "refuses of mine must be a function; got None"),
+        ({"kernels": (kernel(configs=({},)),)}, "configs of mine must be a function; got ({},)"),
+        ({"kernels": (kernel(), kernel())}, "name of a kernel or form must be its own on a platform; got mine twice"),
         ({"name": "softmax"}, "name must not be taken; got that of an operator of jaxops.softmax"),
     ],
     ids=[
@@ -57,6 +61,10 @@ def kernel(**fields):
         "form",
         "run",
         "place",
+        "no run",
+        "no refuses",
+        "no configs",
+        "twice",
         "name",
     ],
 )
@@ -100,14 +108,27 @@ def test_kernel_that_is_added_needs_a_platform_that_exists():
             {"configs": lambda *_: ()},
             "configs of mine must offer one at least for what it does not refuse; got none for float32[4,8]",
         ),
+        ({"configs": lambda *_: {"block": 8}}, "configs of mine must return a sequence of dicts; got {'block': 8}"),
+        ({"configs": lambda *_: [8, 16]}, "configs of mine must return a sequence of dicts; got [8, 16]"),
     ],
-    ids=["dtype", "shape", "number", "nothing", "refuses", "configs"],
+    ids=["dtype", "shape", "number", "nothing", "refuses", "configs", "one config", "numbers"],
 )
 def test_kernel_is_refused_when_it_is_lowered(fields, sentence):
     operator = toy("toy_kernel", kernels=(kernel(**fields),))
     with pytest.raises((TypeError, ValueError)) as refusal, lowering.use("pallas"):
         jax.jit(operator).lower(X)
     assert str(refusal.value) == f"toy_kernel: {sentence}"
+
+
+def test_check_must_return_none():
+    operator = Operator("toy_swapped", "... c -> ... c", twice, lambda x: None)
+    with pytest.raises(TypeError, match=r"^toy_swapped: check must return None, or raise; got float32\[4, 8\]$"):
+        operator(jnp.ones((4, 8)))
+
+
+def test_operand_must_be_an_array():
+    with pytest.raises(TypeError, match=r"^toy_list: operand 0 must be an array or a NamedTuple of arrays; got \[1, 2"):
+        toy("toy_list")([1, 2])
 
 
 def test_form_must_return_what_the_reference_does():
