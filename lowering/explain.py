@@ -17,6 +17,7 @@ from lowering import cost, register, tables
 from lowering.cpu_rates import with_measured_rates
 from lowering.describe import show
 from lowering.errors import NotSupportedError
+from lowering.functions import with_changes
 from lowering.operators import Operator, brief, heard, operator_of, type_text
 from lowering.opportunities import Opportunity, opportunities
 from lowering.rewriting.plan import Planner
@@ -226,7 +227,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
     hardware = here() if target is None else parse(target).hardware
     fn, args = of_arrays(fn, args)
     with heard() as notes:
-        jaxpr = jaxpr_of(fn, args)
+        jaxpr = jaxpr_of(with_changes(fn), args)
     uses = list(operator_uses(jaxpr, args, hardware))
     if require is not None:
         _require_kernels(uses, hardware)

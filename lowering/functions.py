@@ -72,6 +72,25 @@ def traceable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]
     return call
 
 
+def with_changes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that also returns the arrays which it leaves in its arguments in place of others.
+
+    A train step that updates a module of NNX in place has no other results than its loss; without them, XLA would leave
+    its gradient out. A function that is jitted returns what it changes by itself.
+    """
+    if hasattr(fn, "trace"):
+        return fn
+
+    @named_as(fn)
+    def changing(*args: Any) -> Any:
+        before = {id(leaf) for leaf in jax.tree.leaves(args)}
+        results = fn(*args)
+        changed = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array) and id(x) not in before]
+        return (results, changed) if changed else results
+
+    return changing
+
+
 def _body(fn: Any) -> Any:
     """Returns the Python function that runs when this is called, as far as that can be told."""
     while not (inspect.isfunction(fn) or inspect.ismethod(fn)):

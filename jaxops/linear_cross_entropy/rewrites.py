@@ -291,7 +291,7 @@ def _overlooked(level: Level) -> Iterator[Missed]:
                 " the gradient: checkpoint its body, or compute the loss of all rows outside of the loop"
             )
         elif not is_large:
-            reason = f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, as the operator would keep them"
+            reason = f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, as they are few"
         elif not found.is_worthwhile and found.least_bytes < 0:
             reason = "the operator could need more temporaries, for copies or sums of a weight that is so large"
         elif not found.is_worthwhile:

@@ -21,6 +21,7 @@ from lowering.compiling import compilers, process
 from lowering.compiling.progress import shown
 from lowering.compiling.report import UNCHECKED_CALLS, CompiledReport, compiled_facts, gpu_resources, report_of
 from lowering.describe import shortened, show
+from lowering.functions import with_changes
 from lowering.schedule.data_hints import DependsOnDataError, Given
 from lowering.schedule.report import Schedule, schedule_of
 from lowering.targets import TargetSlice, TopologyError, abstract_device, compiled_for, here, parse
@@ -116,7 +117,7 @@ def compile(
     given = args
     fn, args = static_leaves.of_arrays(fn, args)
     _require_known_sizes(args)
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    jitted = fn if hasattr(fn, "trace") else jax.jit(with_changes(fn))
     if availability(hardware) == "here" and not slice_.topology and not schedule:
         with shown(f"compiling for {target}"):
             return _compiled_here(jitted, args, given, hardware)

@@ -19,6 +19,7 @@ from rich.text import Text
 from lowering.describe import show
 from lowering.errors import NotSupportedError
 from lowering.explain import explain
+from lowering.functions import with_changes
 from lowering.measurements import versions
 from lowering.measuring import timing
 from lowering.measuring.inputs import made_up
@@ -196,7 +197,7 @@ def _compiled(
     row: Row, fn: Callable[..., Any], args: Any, by_text: dict[str, str], programs: dict[str, _Program]
 ) -> Row:
     """Compiles under the current selection what is not among the programs already, and completes the row."""
-    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(with_changes(fn))
     try:
         lowered = jitted.lower(*args)
     except NotSupportedError as error:

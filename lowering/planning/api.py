@@ -16,7 +16,7 @@ from lowering import cost
 from lowering.compiling.compile import CompileError, availability, compile
 from lowering.describe import opening, show
 from lowering.errors import UsageError
-from lowering.functions import named_as
+from lowering.functions import named_as, with_changes
 from lowering.measuring.timing import progress_bar
 from lowering.planning import cache as kept
 from lowering.planning import hlo, links
@@ -93,7 +93,7 @@ def plan(
     found = cases(targets, meshes)
     _require_numbers(tokens, price_per_chip_hour, budget_seconds)
     folder = kept.folder(cache)
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    jitted = fn if hasattr(fn, "trace") else jax.jit(with_changes(fn))
     deadline = time.monotonic() + budget_seconds
     rows: list[Row] = []
     left = 0

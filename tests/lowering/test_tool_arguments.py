@@ -212,3 +212,18 @@ def test_values_are_shown_on_one_short_line() -> None:
         shown.append(show(value))
     assert shown[0] == "[a value of type test_values_are_shown_on_one_short_line.<locals>.Holder, float32[]]"
     assert all(len(text) < 170 and "\n" not in text and "0x" not in text for text in shown)
+
+
+def test_what_a_function_changes_in_its_arguments_is_a_result():
+    """As a step that updates a module of NNX in place: its gradient is no dead code."""
+
+    def step(params, x):
+        loss, params["w"] = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(params["w"])
+        return loss
+
+    x, params = jnp.ones((4, 8)), {"w": jnp.ones((8, 16))}
+    assert lowering.compile(step, params, x, target="cpu").memory.outputs >= 4 * (1 + 8 * 16)
+    # The product of the value, and that of its gradient.
+    assert lowering.explain(step, params, x, target="cpu").total_flops >= 4 * 4 * 8 * 16
+    (row,) = bench(step, params, x, implementations=["auto"], repeats=2).rows
+    assert row.median_ms > 0
