@@ -1,5 +1,6 @@
 """Describes values in messages: on one line, shortened, and without tracers or addresses."""
 
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -50,6 +51,12 @@ def first_line(error: BaseException) -> str:
     """Returns an exception's type and the first line of its message, shortened."""
     lines = str(error).strip().splitlines()
     return shortened(": ".join([type(error).__name__, *lines[:1]]))
+
+
+def meant(name: Any, known: Iterable[str]) -> str:
+    """Asks, after a comma, whether the known name nearest to an unknown one was meant; empty if none is near."""
+    near = difflib.get_close_matches(str(name).lower(), [*known], n=1, cutoff=0.7)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:

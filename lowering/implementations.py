@@ -1,13 +1,12 @@
 """Checks of what authors of operators write: platforms of kernels and forms, configurations, and results."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from lowering.describe import show
+from lowering.describe import meant, show
 from lowering.operators import Form, type_text
 from lowering.targets import PLATFORMS, TARGETS
 from pallas_kernels.hardware import Hardware
@@ -42,9 +41,7 @@ def _platform(implementation: Kernel | Form) -> str:
 def _require_among(known: Iterable[str], given: Iterable[Any], what: str) -> None:
     for name in (given,) if isinstance(given, str) else given:
         if name not in known:
-            near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.7)
-            meant = "".join(f", did you mean {each}?" for each in near)
-            raise ValueError(f"{what} must be one of {', '.join(known)}; got {show(name)}{meant}")
+            raise ValueError(f"{what} must be one of {', '.join(known)}; got {show(name)}{meant(name, known)}")
 
 
 def _require_keywords(run: Callable[..., Any], names: Sequence[str], what: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lowering import operators
-from lowering.describe import show
+from lowering.describe import meant, show
 from lowering.errors import NotSupportedError
 from lowering.evidence import Verdict, verdict
 from lowering.implementations import reason_of
@@ -142,10 +142,12 @@ def use(
         if not _is_request(request):
             choices = ", ".join([*MODES, *(f"emulate:{chip}" for chip in EMULATED)])
             what = f"one of {choices}, or a kernel or form that `explain` names"
-            raise ValueError(f"use: implementation must be {what}; got {show(request)}")
+            known = (*MODES, *(f"emulate:{chip}" for chip in EMULATED), *operators.form_names())
+            raise ValueError(f"use: implementation must be {what}; got {show(request)}{meant(request, known)}")
     for name in by_operator:
         if name not in operators.names():
-            raise ValueError(f"use: operator must be one of {', '.join(sorted(operators.names()))}; got {show(name)}")
+            names = sorted(operators.names())
+            raise ValueError(f"use: operator must be one of {', '.join(names)}; got {show(name)}{meant(name, names)}")
     if verify is not None and not isinstance(verify, bool):
         raise ValueError(f"use: verify must be True, False or None; got {show(verify)}")
     return _used(implementation, by_operator, verify)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
-from lowering.describe import show
+from lowering.describe import meant, show
 from pallas_kernels.hardware import Hardware
 
 _GIB = 2**30
@@ -188,7 +188,8 @@ def named(name: str) -> Hardware:
         return TARGETS[name]
     if isinstance(name, str) and name in PLATFORMS:
         return Hardware(name, name)
-    raise ValueError(f"lowering: target must be one of {', '.join((*TARGETS, *PLATFORMS[1:]))}; got {show(name)}")
+    known = *TARGETS, *PLATFORMS[1:]
+    raise ValueError(f"lowering: target must be one of {', '.join(known)}; got {show(name)}{meant(name, known)}")
 
 
 class TopologyError(ValueError):

@@ -25,6 +25,13 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "tune-fn": (lambda: lowering.tune("fn", 1.0), TypeError, FN),
     "explain-target": (lambda: lowering.explain(jnp.sin, 1.0, target=3), ValueError, f"{TARGET} 3"),
     "compile-target": (lambda: lowering.compile(jnp.sin, 1.0, target=["cpu"]), ValueError, rf"{TARGET} \['cpu'\]"),
+    "near-target": (
+        lambda: lowering.explain(jnp.sin, 1.0, target="tpu-v6"),
+        ValueError,
+        "'tpu-v6', did you mean tpu-v6e?",
+    ),
+    "near-implementation": (lambda: jaxops.use("palas"), ValueError, "got 'palas', did you mean pallas?"),
+    "near-operator": (lambda: jaxops.use(softmaxx="pallas"), ValueError, "got 'softmaxx', did you mean softmax?"),
     "platforms": (lambda: lowering.export(jnp.sin, 1.0, platforms=3), lowering.ArtifactError, "platforms must be .* 3"),
     "repeats": (lambda: lowering.tune(jnp.sin, 1.0, repeats=0.5), lowering.TuningError, "repeats must be .* got 0.5"),
     "budget": (
