@@ -202,7 +202,7 @@ EMBEDDING = Operator(
     check_lookup,
     _lookup,
     Derivative(_vjp, _tangent, _linearize, residuals="v d, ..."),
-    no_kernel="XLA checks ids in the pass that follows its gather",
+    no_kernel="XLA gathers the rows, and checks ids in the next pass",
 )
 EMBEDDING_DENSE_BACKWARD = Operator(
     "embedding_dense_backward",
