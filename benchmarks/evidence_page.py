@@ -19,7 +19,8 @@ PAGE = """# What runs where
 | an H100 | a kernel at the sizes where measurements favour it; elsewhere `jax.numpy` |
 | a TPU | a kernel at the sizes where replays favour it; elsewhere `jax.numpy` |
 
-`lowering.explain` says which evidence decided for your operands. `jaxops ops --target tpu-v5e` lists all of it.
+`lowering.explain` says which evidence decided for your operands. `jaxops ops --target tpu-v5e` counts what is
+known, and `jaxops ops softmax --target tpu-v5e` lists that of an operator.
 
 ## The evidence for the H100
 

@@ -107,8 +107,11 @@ def demo(
 
 @app.command()
 def ops(
+    operator: Annotated[
+        str | None, typer.Argument(metavar="OPERATOR", help="With --target: the operator whose operands to list.")
+    ] = None,
     target: Annotated[
-        str | None, typer.Option(help="A chip: for each of its kernels, the sizes at which it is taken, and why.")
+        str | None, typer.Option(help="A chip: at how many of the known sizes each of its kernels is taken.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -117,12 +120,13 @@ def ops(
     Those of other installed packages are among them.
     """
     require_target(target)
+    require(target is not None or operator is None, "OPERATOR", "come with --target", str(operator))
     from jaxops_command import operators
 
     if target is None:
         operators.ops(as_json)
     else:
-        operators.evidence_on(target, as_json)
+        operators.evidence_on(target, operator, as_json)
 
 
 for command in (explain, compile, emulate, export, tune, bench, plan):

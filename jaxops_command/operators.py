@@ -1,6 +1,8 @@
 """Installed operators and versions: `jaxops ops` and `jaxops --version`."""
 
+import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +12,7 @@ import jaxops
 from jaxops._primitive.operator import Operator
 from jaxops_command.output import show
 from jaxops_command.user_function import run_user_code
-from lowering.evidence import summaries
+from lowering.evidence import Summary, summaries
 from lowering.measurements import versions
 from lowering.register import load_packages
 from lowering.targets import parse
@@ -39,21 +41,37 @@ def ops(as_json: bool) -> None:
     show(table)
 
 
-def evidence_on(target: str, as_json: bool) -> None:
-    """Lists what is known of the kernels for a target, and where "auto" takes them."""
-    found = summaries(parse(target).hardware.name)
+def evidence_on(target: str, operator: str | None, as_json: bool) -> None:
+    """Lists where "auto" takes kernels on a target: for all operators, or kind by kind for one."""
+    found = [one for one in summaries(parse(target).hardware.name) if operator in (None, one.operator)]
     if as_json:
         print(json.dumps([summary._asdict() for summary in found], indent=2))
         return
-    caption = "time: of the kernel by that of what runs without it, replayed; not run on a device"
+    if not found:
+        show(Text(f"{target}: no evidence on {operator or 'its kernels'} ships with the library"))
+        return
+    more = "" if operator else f"; `jaxops ops {found[0].operator} --target {target}` lists its kinds of operands"
+    caption = f"time: of the kernel by that of what runs without it, in replays or as measured{more}"
     title = f"kernels that are taken on {target}, unless other operands were measured on the device itself"
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for name in ("operator", "operands", "taken", "time"):
+    for name in ("operator", "operands" if operator else "kinds", "taken at", "time"):
         table.add_column(name)
-    for one in found:
-        taken = f"at {one.taken} of {one.known} sizes" if one.has_run else "no: its code was not executed"
-        table.add_row(one.operator, one.kind, taken, f"{one.least:.2f} to {one.most:.2f}")
-    show(table if found else Text(f"{target}: no evidence on its kernels ships with the library"))
+    for name, of_operator in itertools.groupby(found, key=lambda one: one.operator):
+        kinds = list(of_operator)
+        if operator is None:
+            usable = sum(one.taken > 0 for one in kinds)
+            table.add_row(name, f"{usable} of {len(kinds)}", *_sizes_and_times(kinds))
+        else:
+            for one in kinds:
+                table.add_row(name, one.kind, *_sizes_and_times([one]))
+    show(table)
+
+
+def _sizes_and_times(kinds: Sequence[Summary]) -> tuple[str, str]:
+    """Says at how many of the known sizes a kernel is taken, and what its times are."""
+    taken, known = (sum(getattr(one, name) for one in kinds) for name in ("taken", "known"))
+    sizes = f"{taken} of {known} sizes" if any(one.has_run for one in kinds) else "none: its code was not executed"
+    return sizes, f"{min(one.least for one in kinds):.2f} to {max(one.most for one in kinds):.2f}"
 
 
 def _describe(operator: Operator) -> dict[str, Any]:

@@ -332,6 +332,13 @@ def test_the_command_requires_kernels_and_lists_the_evidence(tmp_path):
     listed = CliRunner().invoke(app, ["ops", "--target", "tpu-v5e", "--json"])
     known = sum(record["known"] for record in json.loads(listed.stdout))
     assert known == sum(map(len, evidence.shipped("tpu-v5e").cases.values()))
+    kinds = CliRunner().invoke(app, ["ops", "softmax", "--target", "tpu-v5e", "--json"])
+    assert {record["operator"] for record in json.loads(kinds.stdout)} == {"softmax"}
+    short, long = (CliRunner().invoke(app, ["ops", *more, "--target", "tpu-v5e"]).stdout for more in ((), ("softmax",)))
+    assert f"{sum(record['known'] for record in json.loads(kinds.stdout))} sizes" in short
+    assert all(record["kind"] in long for record in json.loads(kinds.stdout))
+    alone = CliRunner().invoke(app, ["ops", "softmax"])
+    assert "OPERATOR must come with --target; got softmax" in alone.stderr
     nothing = CliRunner().invoke(app, ["ops", "--target", "cpu"])
     assert "no evidence on its kernels ships with the library" in nothing.stdout
 
