@@ -1,6 +1,7 @@
 """Findings of `check_operator`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.table import Table
@@ -53,7 +54,9 @@ class Report:
     def raise_if_broken(self) -> None:
         """Raises AssertionError with a sentence for each broken promise, if there is any."""
         if self.broken:
-            sentences = "".join(f"\n  {promise}: {found}" for promise, found in self.broken)
+            sentences = "".join(
+                f"\n  {', '.join(promises)}: {found}" for found, promises in _by_finding(self.broken).items()
+            )
             raise AssertionError(f"{self.function} breaks {counted(len(self.broken), 'promise')}:{sentences}")
 
     def table(self) -> Table:
@@ -64,13 +67,20 @@ class Report:
         table.add_column("promise", no_wrap=True)
         table.add_column("", no_wrap=True)
         table.add_column("what was found")
-        for promise, found in self.broken:
-            table.add_row(promise, Text("broken", "red"), Text(found))
-        for promise, reason in self.skipped:
-            table.add_row(promise, Text("skipped", "yellow"), Text(reason))
+        for pairs, what, colour in ((self.broken, "broken", "red"), (self.skipped, "skipped", "yellow")):
+            for found, promises in _by_finding(pairs).items():
+                table.add_row("\n".join(promises), Text(what, colour), Text(found))
         for promise in self.kept:
             table.add_row(promise, Text("kept", "green"), "")
         return table
 
     def __str__(self) -> str:
         return tables.text(self.table())
+
+
+def _by_finding(pairs: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Returns the promises of which the same was found, in order."""
+    found: dict[str, list[str]] = {}
+    for promise, what in pairs:
+        found.setdefault(what, []).append(promise)
+    return found
