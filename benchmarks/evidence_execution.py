@@ -14,7 +14,7 @@ import lowering
 from lowering.compiling.compile import CompileError
 from lowering.measuring.agreement import fault_of, truth_in_float64
 from lowering.measuring.problems import Problem
-from lowering.operators import kind_of, on_arrays, unpacked
+from lowering.operators import on_arrays, unpacked
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel
 
@@ -27,7 +27,8 @@ def shrunk(
 ) -> tuple[Sizes, dict[str, Any]] | None:
     """Returns sizes of the same kind that halving makes small enough to be executed, and the kernel's configuration.
 
-    What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one.
+    What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one. And a
+    kernel runs as well where it refuses for nothing but XLA's speed on what stays in VMEM.
     """
 
     def config_of(sizes: Sizes, chip: Hardware) -> dict[str, Any] | None:
@@ -35,8 +36,9 @@ def shrunk(
             if (use.operator.name, kernel.name) == key[:2]:
                 structured, attributes = unpacked(use.operands, use.params)
                 offered = kernel.configs(chip, *structured, **attributes)
-                kind = kind_of(kernel, chip, structured, attributes) if offered else None
-                if kind is not None and kind.text == key[2]:
+                reason = kernel.refuses(chip, *structured, **attributes)
+                is_able = offered and (reason is None or reason.startswith("XLA keeps fewer"))
+                if is_able and kernel.kind(chip, *structured, **attributes).text == key[2]:
                     return dict(offered[0])
         return None
 
