@@ -16,6 +16,8 @@ class Hardware:
       cores: streaming multiprocessors of a GPU, TensorCores of a TPU chip.
       on_chip_bytes: the memory that one kernel instance can tile into: VMEM of a TensorCore, shared memory of one
         thread block.
+      scoped_bytes: the part of VMEM that XLA:TPU reserves for the buffers of one operation, as its compiler says. In
+        the rest it keeps whole arrays between operations.
       shared_bytes: the shared memory of a GPU's multiprocessor, for all of its thread blocks.
       l2_bytes: the cache between a GPU's multiprocessors and its memory.
       fp32_lanes: float32 operations that one multiprocessor starts in a cycle.
@@ -35,6 +37,7 @@ class Hardware:
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
     on_chip_bytes: int | None = None
+    scoped_bytes: int = 0
     shared_bytes: int | None = None
     l2_bytes: int | None = None
     fp32_lanes: int | None = None
@@ -50,3 +53,7 @@ class Hardware:
     def label(self) -> str:
         """The target's name; for a chip without one, what the runtime calls it."""
         return self.device_kind if self.name == self.platform and self.device_kind else self.name
+
+    def may_keep(self, size_bytes: int) -> bool:
+        """Tells whether XLA:TPU may keep an array of this size in VMEM from one operation to the next."""
+        return self.on_chip_bytes is None or size_bytes <= self.on_chip_bytes - self.scoped_bytes

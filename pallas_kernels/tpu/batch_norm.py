@@ -197,7 +197,11 @@ def kind_of(x, arrays, config, activation, options) -> Kind:
     # An extent without suitable divisors leaves many blocks so small that copies wait for HBM's latency.
     block_bytes = math.prod(blocks.block) * jnp.dtype(x.dtype).itemsize
     is_slow = blocks.steps_of_a_phase > _FEW_BLOCKS and block_bytes < min(_BLOCK_BYTES) // 2
-    return Kind(", ".join((*words, *["small blocks"] * is_slow)), (channels, math.prod(x.shape) // channels))
+    # Images are as high as wide, if nothing else is known: XLA pads each row of theirs to whole tiles, and copies them
+    # for the kernel, whose pixels follow each other.
+    is_padded = blocks.order == "nsc" and x.shape[-3] * x.shape[-1] % 8**2 != 0
+    found = ["small blocks"] * is_slow + ["padded rows"] * is_padded
+    return Kind(", ".join((*words, *found)), (channels, math.prod(x.shape) // channels))
 
 
 KERNEL = Kernel(

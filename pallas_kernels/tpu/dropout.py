@@ -263,12 +263,20 @@ def configs(hardware, *operands):
 
 def kind(hardware, streams, x, keep) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    return _kind_of(x)
+    return kind_in(hardware, x)
 
 
 def kind_backward(hardware, grad, words, keep) -> Kind:
     """Returns what makes cases of the gradient alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    return _kind_of(grad)
+    return kind_in(hardware, grad)
+
+
+def kind_in(hardware, x) -> Kind:
+    """Returns the kind, which depends on whether XLA's own program keeps the mask in VMEM between its two loops."""
+    kind, sizes = _kind_of(x), _rows(x)
+    second, minor = (sizes[axis] for axis in stored_order(sizes))
+    mask_bytes = 4 * round_up(second, SUBLANES) * round_up(minor, LANES)  # a word for each element
+    return kind if hardware.may_keep(mask_bytes) else kind._replace(text=f"{kind.text}, mask in HBM")
 
 
 def _kind_of(x) -> Kind:

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
+from pallas_kernels.tpu import batch_norm, dropout, embedding
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -55,10 +57,10 @@ def decided(monkeypatch, cases, kernel, *, hardware: Hardware | str = "tpu-v5e",
         ((300, 5000), [(256, 8192), (1024, 8192), (256, 1024), (1024, 1024)]),
         ((63, 1024), [(64, 1024), (256, 1024)]),
         ((300, 8193), [(256, 8192), (1024, 8192)]),
-        ((15, 1024), []),
-        ((5, 128), []),
+        ((15, 1024), [(64, 1024), (64, 128)]),
+        ((10, 1024), []),
     ],
-    ids=["known", "between two", "between four", "little less", "little more", "too far", "much too far"],
+    ids=["known", "between two", "between four", "little less", "little more", "far", "too far"],
 )
 def test_sizes_are_decided_by_the_nearest_and_by_those_in_each_direction(sizes, expected):
     assert [one.sizes for one in neighbours(GRID, sizes)] == expected
@@ -96,7 +98,9 @@ def test_what_was_measured_last_is_known_of_sizes():
             "replayed on tpu-v5e at 0.50 to 0.62 of the reference's time, executed",
         ),
         ([case(0.85, 64), case(0.85, 256)], True, "at 0.85 of"),
-        ([case(0.5, 64), case(0.86, 256)], False, "at 0.50 to 0.86 of the reference's time, too close to call"),
+        ([case(0.5, 80), case(1.03, 256)], True, "at 0.50 to 1.03 of the reference's time, executed"),
+        ([case(0.8, 80), case(0.98, 256)], False, "at 0.80 to 0.98 of the reference's time, too close to call"),
+        ([case(0.86, 80), case(0.5, 256)], False, "at 0.50 to 0.86 of the reference's time, too close to call"),
         ([case(0.5, 64), case(1.7, 256)], False, "at 0.50 to 1.70 of the reference's time"),
         ([case(1.02, n, temporaries=(100 * MIB, 60 * MIB)) for n in (64, 256)], True, "with less memory, executed"),
         ([case(1.02, n, temporaries=(100 * MIB, 90 * MIB)) for n in (64, 256)], False, "too close to call"),
@@ -104,7 +108,7 @@ def test_what_was_measured_last_is_known_of_sizes():
         ([case(1.04, n, temporaries=(100 * MIB, 0)) for n in (64, 256)], False, "at 1.04 of"),
         ([case(0.5, 160)], False, "no evidence near these sizes"),
         ([case(0.5, 160), case(0.7, 1024)], True, "at 0.50 to 0.70 of the reference's time, executed"),
-        ([case(0.5, 600), case(0.5, 1024)], False, "no evidence near these sizes"),
+        ([case(0.5, 800), case(0.5, 1024)], False, "no evidence near these sizes"),
         ([case(0.5, 160), case(0.7, 200), case(1.02, 64)], True, "at 0.50 to 1.02 of the reference's time, executed"),
         ([case(0.5, 160), case(0.7, 200), case(1.04, 64)], False, "at 0.50 to 1.04 of the reference's time"),
         ([case(0.5, 160), case(0.7, 200), case(1.7, 1024)], True, "at 0.50 to 0.70 of the reference's time, executed"),
@@ -112,7 +116,9 @@ def test_what_was_measured_last_is_known_of_sizes():
     ids=[
         "faster",
         "at the limit",
-        "one is close",
+        "another is as fast",
+        "close in the mean",
+        "the nearest is close",
         "one loses",
         "memory",
         "little memory",
@@ -285,7 +291,7 @@ def test_cases_that_are_left_out_are_decided_rightly_by_the_others():
                 far_better += one.time < 0.8
                 taken += is_taken and one.time < 0.8
                 times += [one.time] if is_taken else []
-    assert taken / far_better > 0.78
+    assert taken / far_better > 0.86
     assert sum(time > 1.02 for time in times) < len(times) / 100
 
 
@@ -294,6 +300,23 @@ def test_the_page_shows_the_evidence_that_ships(monkeypatch):
     import evidence_page
 
     assert evidence_page.page() == (ROOT / "docs" / "what-runs-where.md").read_text()
+
+
+def test_cases_are_alike_only_where_xla_keeps_and_copies_the_same():
+    def words(kernel, target, *operands, **attributes):
+        return kernel.kind(named(target), *operands, **attributes).text.split(", ")
+
+    grads = jax.ShapeDtypeStruct((13000, 2048), jnp.float32)  # 101 MiB
+    assert "mask in HBM" not in words(dropout.KERNEL, "tpu-v5e", None, grads, None)
+    assert "mask in HBM" in words(dropout.BACKWARD_KERNEL, "tpu-v6e", grads, None, None)
+    options = {"num_weights": 50257, "padding_idx": None, "scale_grad_by_freq": False}
+    for width, is_copied in ((768, False), (1000, True)):
+        rows, indices = (jax.ShapeDtypeStruct((4096, *shape), jnp.float32) for shape in ((width,), ()))
+        assert ("copied" in words(embedding.KERNEL, "tpu-v5e", rows, indices, **options)) == is_copied
+    for side, is_padded in ((56, False), (50, True)):
+        images = SimpleNamespace(x=jax.ShapeDtypeStruct((33, side * side, 256, 1), jnp.bfloat16), residual=None)
+        found = words(batch_norm.KERNEL, "tpu-v5e", images, activation=SimpleNamespace(mode="identity"))
+        assert ("stored as nsc" in found, "padded rows" in found) == (True, is_padded)
 
 
 def test_a_chip_that_cannot_take_the_operands_speaks_against_a_kernel(monkeypatch):
