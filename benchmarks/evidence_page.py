@@ -57,11 +57,10 @@ Nobody has timed these kernels on a TPU yet. This is how a kernel becomes the de
   at most, but for two losses whose XLA form has changed since.
 * **Execution.** A small case of each kind is executed as it is compiled ([how](emulation.md)), and compared with
   float64.
-* **Sizes near known ones.** One known case must be within a factor of 6 in each size. The kernel must be better at the
-  nearest, and in the mean of the two nearest; at these and at the nearest in each direction it must not be slower.
-  Elsewhere XLA's program runs. Dtypes, options and layouts must be the same, and so must what XLA does around the
-  kernel or without it, where that depends on sizes: whether it copies arrays, and keeps them in VMEM. One better size
-  among eight or more counts as the replay's error.
+* **Sizes near known ones.** One known case must be within a factor of 6 in each size. At the two nearest the kernel
+  must be better, and at the nearest in each direction not slower. Elsewhere XLA's program runs. Dtypes, options and
+  layouts must be the same, and so must what XLA does around the kernel or without it, where that depends on sizes:
+  whether it copies arrays, and keeps them in VMEM. One better size among eight or more counts as the replay's error.
 
 A kernel is verified on your chip before its first use. What you have measured there comes first: [on your
 device](on-your-device.md). A program that is lowered for TPUs of any kind needs all chips below to agree. On automatic

@@ -98,9 +98,7 @@ def test_what_was_measured_last_is_known_of_sizes():
             "replayed on tpu-v5e at 0.50 to 0.62 of the reference's time, executed",
         ),
         ([case(0.85, 64), case(0.85, 256)], True, "at 0.85 of"),
-        ([case(0.5, 80), case(1.03, 256)], True, "at 0.50 to 1.03 of the reference's time, executed"),
-        ([case(0.8, 80), case(0.98, 256)], False, "at 0.80 to 0.98 of the reference's time, too close to call"),
-        ([case(0.86, 80), case(0.5, 256)], False, "at 0.50 to 0.86 of the reference's time, too close to call"),
+        ([case(0.5, 64), case(0.86, 256)], False, "at 0.50 to 0.86 of the reference's time, too close to call"),
         ([case(0.5, 64), case(1.7, 256)], False, "at 0.50 to 1.70 of the reference's time"),
         ([case(1.02, n, temporaries=(100 * MIB, 60 * MIB)) for n in (64, 256)], True, "with less memory, executed"),
         ([case(1.02, n, temporaries=(100 * MIB, 90 * MIB)) for n in (64, 256)], False, "too close to call"),
@@ -116,9 +114,7 @@ def test_what_was_measured_last_is_known_of_sizes():
     ids=[
         "faster",
         "at the limit",
-        "another is as fast",
-        "close in the mean",
-        "the nearest is close",
+        "one is close",
         "one loses",
         "memory",
         "little memory",
@@ -274,9 +270,9 @@ def test_kernels_are_taken_at_drawn_sizes_only_where_they_are_faster(chip, monke
     import evidence_page
 
     known = evidence_page.judged(ROOT / "benchmarks" / "results" / f"evidence_draws_{chip}.json")
-    taken = [time for time, is_taken in known if is_taken]
-    assert max(taken) <= 1.02
-    assert len(taken) >= sum(time < 0.8 for time, _ in known) // 2
+    far_better = [is_taken for time, is_taken in known if time < 0.8]
+    assert max(time for time, is_taken in known if is_taken) <= 1.02
+    assert sum(far_better) > 0.85 * len(far_better)
 
 
 def test_cases_that_are_left_out_are_decided_rightly_by_the_others():
@@ -291,8 +287,8 @@ def test_cases_that_are_left_out_are_decided_rightly_by_the_others():
                 far_better += one.time < 0.8
                 taken += is_taken and one.time < 0.8
                 times += [one.time] if is_taken else []
-    assert taken / far_better > 0.86
-    assert sum(time > 1.02 for time in times) < len(times) / 100
+    assert taken / far_better > 0.84
+    assert sum(time > 1.02 for time in times) < len(times) / 150
 
 
 def test_the_page_shows_the_evidence_that_ships(monkeypatch):
