@@ -30,6 +30,10 @@ from pallas_kernels.hardware import Hardware
 
 # A kernel that starts transfers in more places is not executed again for each.
 _MOST_STARTS = 16
+UNWRITTEN = (
+    "memory that nothing has written "
+    "(scratch before its first store, rows behind a ragged edge, an output block that was sent)"
+)
 
 
 @dataclasses.dataclass
@@ -218,46 +222,53 @@ class Emulator:
         for what in (*first.clobbered, *first.left_over):
             self._findings[called.finding(what)] = None
         if self._checks:
-            for order in Transfers.ORDERS[1:]:
-                for what in self._differing(called, operands, like, first, order=order):
-                    whose = self._late_transfers(called, operands, like, first, order)
-                    self._findings[called.finding(f"{what} when {whose} {order}")] = None
-            for what in self._differing(called, operands, like, first, poison=POISONS[1]):
-                self.memory_findings[called.finding(f"{what} {_unwritten(called.kernel, first)}")] = None
+            for what in self._late(called, operands, like, first):
+                self._findings[called.finding(what)] = None
+            if what := self._depends(called, operands, like, first, poison=POISONS[1]):
+                self.memory_findings[called.finding(f"{what} on {UNWRITTEN}: {_unwritten(called.kernel, first)}")] = (
+                    None
+                )
         called.calls += 1
         called.seconds += time.perf_counter() - start
         called.issues += np.asarray(first.issues)
         called.transfers = called.transfers or sum(first.starts.values())
         return first.results
 
-    def _late_transfers(
-        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, order: str
-    ) -> str:
-        """Says which transfers change the results by themselves when they happen in another order."""
-        found = []
-        for number in first.starts if len(first.starts) <= _MOST_STARTS else ():
-            if self._differing(called, operands, like, first, order=order, only=number):
-                found.append(_placed(called.kernel, number))
-        if not found:
-            return "transfers happen"
-        return f"transfers that bundle {' or '.join(found)} starts happen"
+    def _late(self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution) -> Iterator[str]:
+        """Says what depends on when transfers happen, and on which by themselves; once, if it is so in two orders."""
+        found: list[set[int]] = []
+        for order in Transfers.ORDERS[1:]:
+            if what := self._depends(called, operands, like, first, order=order):
+                starts = {
+                    number
+                    for number in (first.starts if len(first.starts) <= _MOST_STARTS else ())
+                    if self._depends(called, operands, like, first, order=order, only=number)
+                }
+                if not any(starts <= known for known in found):
+                    found.append(starts)
+                    yield f"{_used_early(called.kernel, sorted(starts))}: {what} on when that happens"
 
-    def _differing(
+    def _depends(
         self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution, **how: Any
-    ) -> list[str]:
-        """Executes a call in another way, and says how its results differ."""
+    ) -> str:
+        """Executes a call in another way, and says what depends on it; "" for nothing."""
         try:
             other = execute(called.kernel, operands, like, eup_error=self._eup_error, **how)
         except MachineFaultError as error:
-            return [f"{error},"]
-        return differing(first.results, other.results)
+            return of_fault(error)
+        return depending(first.results, other.results)
 
 
-def differing(results: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[str]:
-    """Says which results differ in any bit, if any do."""
+def depending(results: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> str:
+    """Says which results differ in any bit, as the beginning of a sentence; "" if none does."""
     pairs = zip(results, others, strict=True)
     found = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
-    return [f"{' and '.join(found)} differ{'s' if len(found) == 1 else ''}"] if found else []
+    return f"{' and '.join(found)} depend{'s' if len(found) == 1 else ''}" if found else ""
+
+
+def of_fault(error: MachineFaultError) -> str:
+    """Returns the beginning of the same sentence about a fault in another execution."""
+    return f"a fault ({error}) depends"
 
 
 def _function_of(equation: Any) -> Callable[..., Any]:
@@ -272,15 +283,19 @@ def _function_of(equation: Any) -> Callable[..., Any]:
     return call
 
 
+def _used_early(kernel: Kernel, starts: Sequence[int]) -> str:
+    """Says whose memory is used too early: that of the transfers which these bundles start, or of any for none."""
+    if not starts:
+        return "memory of transfers is used before the waits for them"
+    where = " or ".join(_placed(kernel, at) for at in starts)
+    return f"bundle {where} starts a transfer whose memory is used before the wait for it"
+
+
 def _unwritten(kernel: Kernel, execution: Execution) -> str:
-    """Says what depends on memory that nobody has written, and which bundle loads it first."""
-    number = min(execution.unwritten, default=None)
-    if number is None:
-        return "with what memory holds before the kernel starts"
-    return (
-        "with what memory holds where nothing is written, or no longer since a shorter transfer went there; bundle "
-        f"{_placed(kernel, number)} is the first to load it"
-    )
+    """Says which bundles first load and send memory that nobody has written."""
+    places = {"load": min(execution.unwritten, default=None), "send": min(execution.sent_unwritten, default=None)}
+    found = [f"bundle {_placed(kernel, at)} is the first to {does} it" for does, at in places.items() if at is not None]
+    return ", and ".join(found) or "no bundle loads it, so the kernel leaves a part of its results unwritten"
 
 
 def _placed(kernel: Kernel, number: int) -> str:

@@ -272,7 +272,7 @@ class Translator:
 
         def effect() -> None:
             granules, at, to, semaphore = (one() for one in read)
-            transfers.start(transfer.spaces, granules, at, to, semaphore, strides())
+            transfers.start(transfer.spaces, granules, at, to, semaphore, strides(), is_of_window=transfer.is_of_window)
 
         return effect
 

@@ -65,7 +65,7 @@ class Kernel:
         _, _, aliasing = instruction.text.partition("output_to_operand_aliasing={")
         return cls(
             name,
-            read_bundles(text, vectors=True),
+            read_bundles(text, vectors=True, is_kernel=True),
             allocations_of(dumps.allocations(code), text),
             tuple(types[position] for position in sorted(types)),
             tuple(ARRAY_TYPE.findall(re.sub(r"/\*.*?\*/", "", instruction.type))),
@@ -135,6 +135,7 @@ class Execution:
       issues: how often each bundle was issued.
       clobbered: reads of registers that held other values than the compiler meant.
       unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
+      sent_unwritten: bundles that started transfers of such words from vector memory to HBM, and how often.
       starts: how many transfers each bundle has started.
       left_over: what was not as it must be at the end.
     """
@@ -143,6 +144,7 @@ class Execution:
     issues: tuple[int, ...]
     clobbered: tuple[str, ...]
     unwritten: Mapping[int, int]
+    sent_unwritten: Mapping[int, int]
     starts: Mapping[int, int]
     left_over: tuple[str, ...]
 
@@ -306,6 +308,7 @@ def execute(
         tuple(machine.issues()),
         tuple(machine.registers.clobbered),
         dict(call.memory.unwritten),
+        dict(call.memory.sent_unwritten),
         dict(transfers.starts),
         left_over(call.memory, transfers),
     )

@@ -47,6 +47,7 @@ class Memory:
 
     Attributes:
       unwritten: how many vectors were loaded with a word in them that nobody had written, by bundle.
+      sent_unwritten: how many transfers from vector memory to HBM have sent such a word, by the bundle of their start.
     """
 
     def __init__(self, *, poison: int, granules_of_pointer: int, forgets: bool = False) -> None:
@@ -65,6 +66,7 @@ class Memory:
         self._words: dict[int, int] = {}
         self.semaphores: collections.Counter[int] = collections.Counter()
         self.unwritten: collections.Counter[int] = collections.Counter()
+        self.sent_unwritten: collections.Counter[int] = collections.Counter()
         self.bundle = 0
 
     def allocate(self, name: str, space: str, size_bytes: int) -> int:
@@ -210,7 +212,8 @@ class Transfers:
     """Transfers in one of three orders.
 
     Where a transfer to vector memory is shorter than one that has gone to the same place, as for the last block of a
-    ragged operand, what the longer one has left behind it counts as not written.
+    ragged operand, what the longer one has left behind it counts as not written. So does a block of an output once
+    Pallas' pipeline has read it to send it: when a kernel gets this memory again, it is for another block.
 
     Attributes:
       starts: how many each bundle has started.
@@ -242,6 +245,8 @@ class Transfers:
         destination: int,
         semaphore: int,
         strides: Sequence[tuple[int, int, int]] = (),
+        *,
+        is_of_window: bool = False,
     ) -> None:
         """Starts a transfer.
 
@@ -253,13 +258,20 @@ class Transfers:
           semaphore: to which they are added when they have arrived.
           strides: for each level, the outermost first: the strides of source and destination, and how many parts of the
             next level follow one another; on the last level, how many times 512 bytes.
+          is_of_window: whether Pallas' pipeline sends a block of an output.
         """
-        self.starts[self._memory.bundle] += 1
+        bundle = self._memory.bundle
+        self.starts[bundle] += 1
         self._of_transfers.add(semaphore)
         parts = tuple(_parts(granules, source, destination, strides))
 
         def read() -> list[tuple[np.ndarray, np.ndarray]]:
-            return [self._memory.read(spaces[0], at, size) for at, _, size in parts]
+            data = [self._memory.read(spaces[0], at, size) for at, _, size in parts]
+            if spaces == ("vmem", "hbm") and not all(is_written.all() for _, is_written in data):
+                self._memory.sent_unwritten[bundle] += 1
+            for at, _, size in parts if is_of_window else ():
+                self._memory.forget(at, size)
+            return data
 
         def write(data: list[tuple[np.ndarray, np.ndarray]]) -> None:
             for (_, at, _), (words, is_written) in zip(parts, data, strict=True):
@@ -267,7 +279,7 @@ class Transfers:
             if spaces[1] == "vmem" and parts:
                 self._forget_behind({at: size for _, at, size in parts})
 
-        if self._order == 0 or self._only not in (None, self._memory.bundle):
+        if self._order == 0 or self._only not in (None, bundle):
             write(read())
             self._memory.semaphores[semaphore] += granules
             return

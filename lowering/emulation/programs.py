@@ -123,8 +123,8 @@ class Program:
 def _part(dumps: Dumps, name: str, code: str) -> Part:
     instruction, text = dumps.instructions.get(name), dumps.text(code)
     source, opcode = ("", "") if instruction is None else (instruction.source, instruction.opcode)
-    allocations = allocations_of(dumps.allocations(code), text)
-    return Part(name, source, read_bundles(text, vectors=True), allocations, opcode == KERNEL)
+    allocations, is_kernel = allocations_of(dumps.allocations(code), text), opcode == KERNEL
+    return Part(name, source, read_bundles(text, vectors=True, is_kernel=is_kernel), allocations, is_kernel)
 
 
 @dataclasses.dataclass

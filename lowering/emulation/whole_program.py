@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowering.compiling.compile import schedules_of
-from lowering.emulation.emulator import Emulator, differing
+from lowering.emulation.emulator import UNWRITTEN, Emulator, depending, of_fault
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS
 from lowering.emulation.memory import Transfers
@@ -20,13 +20,11 @@ from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
-# How a program is executed again, by what its results depend on if they differ then.
-_OTHER_WAYS: dict[str, dict[str, Any]] = {
-    **{f"when transfers happen {order}": {"order": order} for order in Transfers.ORDERS[1:]},
-    "with what memory holds where nothing is written, or no longer since a shorter transfer went there": {
-        "poison": POISONS[1]
-    },
-}
+# How a program is executed again, and what its results depend on if they differ then.
+_OTHER_WAYS: tuple[tuple[dict[str, Any], str], ...] = (
+    *(({"order": order}, "when transfers happen") for order in Transfers.ORDERS[1:]),
+    ({"poison": POISONS[1]}, UNWRITTEN),
+)
 
 
 def emulated_program(
@@ -64,12 +62,14 @@ def emulated_program(
         raise EmulationError(f"{PROGRAM} on {hardware.name}: {why}") from None
     except MachineFaultError as error:
         raise KernelFaultError(f"{PROGRAM} on {hardware.name}: {error}") from None
-    found = list(run.findings())
-    for what, how in _OTHER_WAYS.items() if checks else ():
+    found = dict.fromkeys(run.findings())
+    for how, what in _OTHER_WAYS if checks else ():
         try:
-            found += [Finding(PROGRAM, "", f"{which} {what}") for which in differing(results, executed(**how)[0])]
+            depends = depending(results, executed(**how)[0])
         except MachineFaultError as error:
-            found.append(Finding(PROGRAM, "", f"{error}, {what}"))
+            depends = of_fault(error)
+        if depends:
+            found[Finding(PROGRAM, "", f"{depends} on {what}")] = None
     return Emulation(
         target=hardware.name,
         results=jax.tree.unflatten(structure, map(jnp.asarray, results)),

@@ -64,6 +64,8 @@ _CALL = re.compile(r"(inlined_call)( [^/;}]*)/\*\s*(?:%([\w.\-]+) =|(<[\w\-]+>))
 _CORE = re.compile(r"= sld \[[^;}/]*?\]\]([^;}/]*)/\*[^*]*\bcore id\b[^*]*\*/")
 # What of a quotient and a remainder is to be taken, at the end of a comment that may begin with the place.
 _DIVISION = re.compile(r"(/\*[^*]*?)(?:::)? (kDiv|kRem|kDivAndRem) \*/")
+# Of what Pallas' pipeline sends from a window, the compiler says where in the array that is.
+_SENT = re.compile(r"(= dma\.vmem_to_hbm [^/;}]*?) */\* *\n?base_bounds:")
 _PLACE = re.compile(r'/\* loc\("([^"]*)":(\d+)[^*]*\*/')  # of kernels alone, where they were written
 _PLACED = re.compile(r"@@(.*?)@@")
 _CHECK = re.compile(r"(shalt\.err [^/;}]*)/\*(.*?)\*/", re.DOTALL)
@@ -78,14 +80,17 @@ _SCALAR = ("vsync", "vwait", "vdelay")  # issued with vectors, but a part of the
 _NO_OPERAND = re.compile(r"\[(?:thread|resolvable):[^\]]*\]\s*")
 
 
-def read_bundles(text: str, *, vectors: bool = False) -> tuple[Bundle, ...]:
+def read_bundles(text: str, *, vectors: bool = False, is_kernel: bool = False) -> tuple[Bundle, ...]:
     """Parses the bundles of a `packed-bundles-post-ra` dump, in order.
 
-    Most instructions work on vectors. Without `vectors`, only their kind is kept, and whether they spill.
+    Most instructions work on vectors. Without `vectors`, only their kind is kept, and whether they spill. Of a Pallas
+    kernel, transfers by which its pipeline sends a block of an output are marked: they have an operand `of_window`.
     """
     text = _LABEL.sub(r"\1=", text)
     if vectors:
         text = _CHECK.sub(lambda check: f"{check[1]}reason={_words(check[2])} ", text)
+    if is_kernel:
+        text = _SENT.sub(r"\1, of_window=1 /*", text)
     text = _CALL.sub(lambda call: f"{call[1]}<{call[3] or call[4]}> {call[2]}/*", text)
     text = _CORE.sub(r"= core_id \1", text)
     text = _DIVISION.sub(r", \2 \1*/", text)

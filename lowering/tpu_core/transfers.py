@@ -13,6 +13,7 @@ _GENERAL = {
     **dict.fromkeys(("src_syncflagno", "overrides", "dst_syncflagno_1"), False),
 }
 _TO_HOST = ("src_address", "size_in_granules", "host_iova_low", "host_iova_high", "dst_syncflagno")
+_WINDOW = "of_window"
 _STRIDES = ("src_stride", "dst_stride", "steps_per_stride")
 
 
@@ -27,6 +28,7 @@ class Transfer(NamedTuple):
       semaphore: to which they are added when they have arrived.
       strides: of source and destination, and how many times 512 bytes follow one another; empty for one piece.
       table: where in scalar memory the strides of several levels are; "" if they are nowhere.
+      is_of_window: whether Pallas' pipeline sends a block of an output by it.
     """
 
     spaces: tuple[str, str]
@@ -36,6 +38,7 @@ class Transfer(NamedTuple):
     semaphore: str
     strides: tuple[str, ...] = ()
     table: str = ""
+    is_of_window: bool = False
 
 
 def transfer_of(instruction: Instruction, pointers: Mapping[str, str]) -> Transfer:
@@ -55,13 +58,13 @@ def transfer_of(instruction: Instruction, pointers: Mapping[str, str]) -> Transf
         ends, table = instruction.opcode.removeprefix("dma.").split("_to_"), ""
         labels = [operand.partition("=")[0] for operand in instruction.operands]
         known = dict.fromkeys((*labels[:1], "size_in_granules", *labels[2:3], "dst_syncflagno"), True)
-        named = fields_of(instruction, known | dict.fromkeys(_STRIDES, False))
+        named = fields_of(instruction, known | dict.fromkeys((*_STRIDES, _WINDOW), False))
         if [label.partition("_")[0] for label in (labels[0], labels[2])] != ends:
             raise UnknownFormError(f"{instruction.opcode} with {', '.join(instruction.operands)!r}")
         source, destination = named[labels[0]], named[labels[2]]
     strides = tuple(named[name] for name in _STRIDES) if "steps_per_stride" in named else ()
     of_both = named["size_in_granules"], source, destination, named["dst_syncflagno"]
-    return Transfer((ends[0], ends[1]), *of_both, strides, table)
+    return Transfer((ends[0], ends[1]), *of_both, strides, table, _WINDOW in named)
 
 
 def pointers_in(bundles: Sequence[Bundle]) -> Mapping[str, str]:
