@@ -21,6 +21,7 @@ from lowering.compiling.progress import said_if_long, shown
 from lowering.describe import counted, opening
 from lowering.emulation.faults import KernelFaultError
 from lowering.emulation.interpreting import interpret
+from lowering.emulation.report import NOTHING
 from lowering.measuring.inputs import made_up
 
 _FOUND, _NOTHING_RUNS = 1, 2
@@ -31,12 +32,13 @@ def emulate(
     arg: Sequence[str] | None,
     chosen: tuple[str, Mapping[str, str]],
     operands: Path | None,
+    at_most: float | None,
     options: Mapping[str, Any],
     as_json: bool,
 ) -> None:
     """Executes a function's kernels, and compares its results with the interpreter's."""
     fn, args = load(function, arg or ())
-    args = _with_values(args, operands)
+    args, remark = _with_values(args, operands)
     target, rule = options["target"], "be traceable and run with these arguments"
 
     def emulated() -> lowering.Emulation | KernelFaultError:
@@ -48,7 +50,7 @@ def emulate(
 
     def interpreted() -> Any:
         with chosen_by(chosen):
-            return jax.block_until_ready(interpret(fn, *args, target=target))
+            return interpret(fn, *args, target=target)
 
     doing = f"executing what is compiled for {target}"
     with said_if_long(doing), shown(doing):
@@ -68,19 +70,49 @@ def emulate(
         if not fails
     ]
     if as_json:
-        print(json.dumps({**json.loads(emulation.to_json()), "against the interpreter": compared or fails}, indent=2))
+        more = {"against the interpreter": compared or fails, "arguments": remark}
+        print(json.dumps({**json.loads(emulation.to_json()), **more}, indent=2))
     else:
-        for table in emulation.tables():
-            show(table) if isinstance(table, Table) else show_text(table.plain)
-        if fails:
-            show_text(f"Pallas' interpreter refuses it: {fails}")
-        elif emulation.kernels:
-            against = "JAX and Pallas' interpreter" if emulation.is_whole_program else "Pallas' interpreter"
-            show(_table(compared, against))
-    if emulation.findings or fails:
+        _show(emulation, compared, fails)
+        if remark:
+            show_text(remark)
+    too_far = _too_far(compared, at_most)
+    if too_far:
+        print(f"jaxops: {too_far}", file=sys.stderr)
+    if emulation.findings or fails or too_far:
         raise typer.Exit(_FOUND)
     if not emulation.kernels:
         raise typer.Exit(_NOTHING_RUNS)
+
+
+def _show(emulation: lowering.Emulation, compared: Sequence[Mapping[str, Any]], fails: str) -> None:
+    """Prints what was executed and found, and how results compare with the interpreter's, or why it fails."""
+    for table in emulation.tables():
+        if isinstance(table, Table):
+            show(table)
+        elif not (fails and table.plain.startswith(NOTHING)):  # one of the two has found something
+            show_text(table.plain.replace('wrap the call in jaxops.use("pallas")', "give --implementation pallas"))
+    if fails:
+        show_text(f"Pallas' interpreter refuses it: {fails}")
+    elif emulation.kernels:
+        against = "JAX and Pallas' interpreter" if emulation.is_whole_program else "Pallas' interpreter"
+        show(_table(compared, against))
+
+
+def _too_far(compared: Sequence[Mapping[str, Any]], at_most: float | None) -> str:
+    """Says which results are further from the interpreter's than they may be; "" for none."""
+    apart = {one["result"]: one for one in compared if not one["same bits"]}
+    nan = [name for name, one in apart.items() if one["NaN on one side"]]
+    if nan:
+        return f"NaN here or there, but not in both: {', '.join(nan)}"
+    far = [name for name, one in apart.items() if at_most is not None and not _is_within(one, at_most)]
+    return f"further from the interpreter's than {at_most:g} of the largest element: {', '.join(far)}" if far else ""
+
+
+def _is_within(one: Mapping[str, Any], at_most: float) -> bool:
+    """Tells whether a result is near enough; infinities, which JSON cannot hold, are not unless they are the same."""
+    difference, relative = one["difference"], one["of largest"]
+    return difference == 0 or (relative is not None and relative <= at_most)
 
 
 def _reason(error: Exception) -> str:
@@ -90,14 +122,17 @@ def _reason(error: Exception) -> str:
     return opening(last if is_of_callback else f"{type(error).__name__}: {error}", "the interpreter")
 
 
-def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[Any, ...]:
-    """Returns the arguments with arrays from a file, or random ones, in place of shapes."""
+def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[tuple[Any, ...], str]:
+    """Returns the arguments with arrays from a file, or random ones, in place of shapes; and a remark on these."""
     leaves, structure = jax.tree.flatten(args)
     if path is None:
         missing = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        made = iter(made_up([leaf for leaf, is_missing in zip(leaves, missing, strict=True) if is_missing]))
+        drawn = made_up([leaf for leaf, is_missing in zip(leaves, missing, strict=True) if is_missing])
+        made = iter(drawn)
         given = [next(made) if is_missing else leaf for leaf, is_missing in zip(leaves, missing, strict=True)]
-        return tuple(jax.tree.unflatten(structure, given))
+        most = max((int(x.max()) for x in drawn if jnp.issubdtype(x.dtype, jnp.integer) and x.size), default=None)
+        remark = f"integer arguments were drawn from 0 to {most}: --operands FILE.npz gives others"
+        return tuple(jax.tree.unflatten(structure, given)), "" if most is None else remark
     try:
         with np.load(path) as file:
             arrays = [file[name] for name in file.files]
@@ -110,7 +145,7 @@ def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[Any, ...]:
         if array.shape != wanted.shape:
             raise CommandError(f"--operands must have shape {list(wanted.shape)}; got {list(array.shape)}")
     values = [jnp.asarray(array, wanted.dtype) for array, wanted in zip(arrays, types, strict=True)]
-    return tuple(jax.tree.unflatten(structure, values))
+    return tuple(jax.tree.unflatten(structure, values)), ""
 
 
 def _compared(found: Any, expected: Any) -> dict[str, Any]:
@@ -125,9 +160,11 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         difference = math.nan if np.isnan(wide).all() else difference
         largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
         nans = [int(np.isnan(x).sum()) for x in wide]
+        one_sided = int(np.sum(np.isnan(wide[0]) != np.isnan(wide[1])))
     relative = difference / largest if largest else math.inf
     found = {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative, "same bits": False}
-    return {name: value if _is_json(value) else None for name, value in found.items()} | {"NaN": nans}
+    found = {name: value if _is_json(value) else None for name, value in found.items()}
+    return found | {"NaN": nans, "NaN on one side": one_sided}
 
 
 def _is_json(value: Any) -> bool:

@@ -133,7 +133,18 @@ def emulate(
     implementation: Implementation = None,
     operands: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.npz", help="The arguments' arrays, in order. By default, random ones for types."),
+        typer.Option(
+            metavar="FILE.npz",
+            help="The arguments' arrays, in order. By default, random ones for types: floats from 0.1 to 1, and "
+            "integers from 0, often to 1 alone, which do not serve as lengths or tables.",
+        ),
+    ] = None,
+    at_most: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PART",
+            help="Exit with 1 if a result differs from the interpreter's by more, such as 1e-2 of its largest element.",
+        ),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Execute each kernel once, not also with transfers in other orders.")
@@ -149,17 +160,19 @@ def emulate(
     """Executes compiled TPU kernels, or a whole program, on the CPU.
 
     It shows what they do and should not, how much of their code was executed, and how their results differ from those
-    of Pallas' interpreter. It exits with 1 if anything was found. Without --arg, the arguments are FILE.py's
-    FUNCTION_args or example_args: a tuple, or a function that returns one.
+    of Pallas' interpreter. It exits with 1 if anything was found, if one of the two gives NaN where the other does not,
+    or as --at-most says. Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a
+    function that returns one.
     """
     require_one_of(EMULATED, "target", target)
     chosen = one_implementation_of(implementation)
+    require(at_most is None or 0 <= at_most < math.inf, "--at-most", "be 0 or a positive number", str(at_most))
     require(0 <= eup_error < 1, "--eup-error", "be from 0 to 1", str(eup_error))
     require_location(function, arg)
     from jaxops_command import emulation
 
     options = {"target": target, "checks": not once, "eup_error": eup_error, "whole_program": whole_program}
-    emulation.emulate(function, arg, chosen, operands, options, as_json)
+    emulation.emulate(function, arg, chosen, operands, at_most, options, as_json)
 
 
 def export(

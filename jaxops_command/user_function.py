@@ -123,8 +123,8 @@ def _require_callable_with(fn: Callable[..., Any], name: str, args: Sequence[Any
         advice = f"pass one --arg for each argument, or define {name}_args or example_args in the file"
         if not args:
             raise CommandError(f"{name} needs arguments: {advice}") from None
-        rule = f"be callable with {counted(len(args), 'argument')}"
-        raise CommandError(f"{name} must {rule}; got {error}: {advice}") from None
+        given = f"{counted(len(args), 'argument')} ({error})"
+        raise CommandError(f"{name} must take the arguments that are given; got {given}: {advice}") from None
 
 
 def _import(path: Path) -> ModuleType:

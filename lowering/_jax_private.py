@@ -13,6 +13,7 @@
 * `ad.JVPTracer`, `ad.LinearizeTracer`: tell whether arrays are being differentiated. Public tracers do not say it.
 * `core.trace_ctx`, `pe.DynamicJaxprTrace`: tell whether equations are written down or computed at once, also under
   transformations.
+* `callback.logger`: writes a traceback of what a callback raises, which JAX raises as well.
 * `xla_bridge.make_pjrt_topology`: the public `jax.experimental.topologies` cannot describe absent NVIDIA GPUs.
 """
 
@@ -22,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, source_info_util, xla_bridge
+from jax._src import callback, config, core, dispatch, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Primitive
@@ -69,6 +70,15 @@ def writes_equations() -> bool:
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         trace = trace.parent_trace
     return isinstance(trace, pe.DynamicJaxprTrace) and not config.disable_jit.value
+
+
+@contextmanager
+def without_tracebacks_of_callbacks() -> Iterator[None]:
+    was_disabled, callback.logger.disabled = callback.logger.disabled, True
+    try:
+        yield
+    finally:
+        callback.logger.disabled = was_disabled
 
 
 def traced_at(traceback: Any) -> AbstractContextManager[None]:

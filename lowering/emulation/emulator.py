@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
 from lowering.cost import PALLAS_CALL
-from lowering.emulation.evaluating import Evaluation, Replacement
+from lowering.emulation.evaluating import Evaluation, Place, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
 from lowering.emulation.memory import Transfers
@@ -22,12 +23,13 @@ from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
 from lowering.rewriting.graph import equations
-from lowering.source_lines import Site, users_file_line
+from lowering.source_lines import Site
 from lowering.targets import abstract_device, compiled_for
-from lowering.tpu_core.dumps import KERNEL, Dumps
+from lowering.tpu_core.dumps import KERNEL, Dumps, place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
+_TRANSFORMS = re.compile(r"\w+\(|\)")  # "jvp(" and the like around a scope
 # A kernel that starts transfers in more places is not executed again for each.
 _MOST_STARTS = 16
 UNWRITTEN = (
@@ -121,9 +123,10 @@ class Emulator:
 
         return call
 
-    def run(self, closed: Any, *arrays: Any) -> list[Any]:
-        """Evaluates a jaxpr that was traced for the chip."""
-        return self._evaluation.run(closed, *arrays)
+    def run(self, closed: Any, *arrays: Any, around: Place | None = None) -> list[Any]:
+        """Evaluates a jaxpr that was traced for the chip, of a function by itself or within another."""
+        around = around or Place(None, closed.jaxpr.debug_info.func_name)
+        return self._evaluation.run(closed, *arrays, around=around)
 
     def kernels(self) -> tuple[EmulatedKernel, ...]:
         """Returns what is known of each kernel."""
@@ -162,33 +165,32 @@ class Emulator:
         params = dict(equation.params)
         selection, avals = params.pop("selection"), [x.aval for x in equation.invars]
 
-        def evaluate(*arrays: Any) -> Sequence[Any]:
+        def evaluate(place: Place, *arrays: Any) -> Sequence[Any]:
             with self.tracing():
                 fn = on_one_device(operator, selection, self._hardware, avals, params)
                 closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
             kernels = [kernel.name for kernel in operator.kernels if kernel.platform == self._hardware.platform]
             if kernels and not any(one.primitive.name == PALLAS_CALL for one in equations(closed.jaxpr)):
-                asked = f'{operator.name} does not take {" or ".join(kernels)}, for which jaxops.use("pallas") asks'
-                self.passed_over[asked] = None
-            return self.run(closed, *arrays)
+                self.passed_over[f'{operator.name} runs its reference: wrap the call in jaxops.use("pallas")'] = None
+            return self.run(closed, *arrays, around=place)
 
         return evaluate
 
-    def called(self, equation: Any, *arrays: Any) -> Sequence[Any]:
+    def called(self, equation: Any, place: Place, *arrays: Any) -> Sequence[Any]:
         """Computes the results of a kernel's call."""
         like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.outvars]
-        called = self._compiled(equation)
+        called = self._compiled(equation, place)
         execute_call = functools.partial(self.executed, called, like)
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             return jax.pure_callback(execute_call, like, *arrays, vmap_method="sequential")
         return list(map(jax.numpy.asarray, execute_call(*arrays)))
 
-    def _compiled(self, equation: Any) -> _Called:
+    def _compiled(self, equation: Any, place: Place) -> _Called:
         types = tuple((x.aval.shape, str(x.aval.dtype)) for x in equation.invars)
         key = types, str(equation.params)
         if key not in self._called:
-            source = Site(equation.source_info.traceback, None, None).line
-            call = _function_of(equation)
+            source = place.site.line if place.site is not None else ""
+            call = _function_of(equation, place)
             avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
             with schedules_of(jax.jit(call), avals, self._hardware) as folder:
                 dumps = Dumps(folder)
@@ -271,14 +273,15 @@ def of_fault(error: MachineFaultError) -> str:
     return f"a fault ({error}) depends"
 
 
-def _function_of(equation: Any) -> Callable[..., Any]:
-    """Returns a function of an equation's operands that has the name of its kernel."""
+def _function_of(equation: Any, place: Place) -> Callable[..., Any]:
+    """Returns a function of a kernel's operands, by whose name XLA calls it as in a program: by the innermost scope."""
 
     def call(*arrays: Any) -> Any:
         primitive = equation.primitive
         return primitive.bind(*arrays, **primitive.get_bind_params(equation.params))
 
-    called = equation.params.get("name") or equation.params["jaxpr"].debug_info.func_name
+    _, _, scope = str(equation.source_info.name_stack).rpartition("/")
+    called = re.sub(r"\W", "_", _TRANSFORMS.sub("", scope) or place.function)
     call.__name__ = call.__qualname__ = called if called.isidentifier() else "kernel"
     return call
 
@@ -287,18 +290,16 @@ def _used_early(kernel: Kernel, starts: Sequence[int]) -> str:
     """Says whose memory is used too early: that of the transfers which these bundles start, or of any for none."""
     if not starts:
         return "memory of transfers is used before the waits for them"
-    where = " or ".join(_placed(kernel, at) for at in starts)
+    where = " or ".join(place_of(kernel.bundles[at]) for at in starts)
     return f"bundle {where} starts a transfer whose memory is used before the wait for it"
 
 
 def _unwritten(kernel: Kernel, execution: Execution) -> str:
     """Says which bundles first load and send memory that nobody has written."""
     places = {"load": min(execution.unwritten, default=None), "send": min(execution.sent_unwritten, default=None)}
-    found = [f"bundle {_placed(kernel, at)} is the first to {does} it" for does, at in places.items() if at is not None]
+    found = [
+        f"bundle {place_of(kernel.bundles[at])} is the first to {does} it"
+        for does, at in places.items()
+        if at is not None
+    ]
     return ", and ".join(found) or "no bundle loads it, so the kernel leaves a part of its results unwritten"
-
-
-def _placed(kernel: Kernel, number: int) -> str:
-    """Returns a bundle's number, and its line where that is known."""
-    line = users_file_line(kernel.bundles[number].lines)
-    return f"{number:#x} ({line})" if line else f"{number:#x}"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
@@ -11,7 +11,15 @@ from lowering.rewriting import control_flow
 from lowering.rewriting.graph import Node, opened
 from lowering.source_lines import Site
 
-# Computes the results of an equation from its operands.
+
+class Place(NamedTuple):
+    """Place of an equation: the line that made it, and the name of the jitted function around it."""
+
+    site: Site | None = None
+    function: str = ""
+
+
+# Computes the results of an equation from where it is, and its operands.
 Replacement = Callable[..., Sequence[Any]]
 
 
@@ -23,34 +31,38 @@ class Evaluation:
         self._replacement = functools.cache(replacement)
         self._known: dict[Jaxpr, bool] = {}
 
-    def run(self, closed: Any, *arrays: Any) -> list[Any]:
-        """Computes the results of a jaxpr, closed or not."""
+    def run(self, closed: Any, *arrays: Any, around: Place) -> list[Any]:
+        """Computes the results of a jaxpr, closed or not, which is called at a place."""
         jaxpr, constants = opened(closed)
+        file = getattr(jaxpr.debug_info, "func_filename", None)
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arrays), strict=True))
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
-            results = self._results(equation, [read(atom) for atom in equation.invars])
+            site = Site(equation.source_info.traceback, around.site if file else None, file)
+            results = self._results(equation, Place(site, around.function), [read(atom) for atom in equation.invars])
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _results(self, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def _results(self, equation: Any, place: Place, operands: Sequence[Any]) -> Sequence[Any]:
         replacement = self._replacement(equation)
         traceback = equation.source_info.traceback
         if replacement is not None:
             with _jax_private.traced_at(traceback):
-                return replacement(*operands)
+                return replacement(place, *operands)
         bodies = cost.bodies(equation)
         if not any(self._holds(opened(body)[0]) for body in bodies):
             return _jax_private.evaluate(equation, operands, traceback)
         node = Node(equation, (), (), Site(traceback, None, None))
         inner = control_flow.bodies_of(node)
+        function = equation.params.get("name") or place.function
+        run = functools.partial(self.run, around=Place(place.site, function))
         if inner:
-            return control_flow.evaluate(node, [functools.partial(self.run, body) for body in inner], operands)
+            return control_flow.evaluate(node, [functools.partial(run, body) for body in inner], operands)
         # Of a function with a derivative of its own, only the value is asked for.
-        return self.run(bodies[0], *operands)
+        return run(bodies[0], *operands)
 
     def _holds(self, jaxpr: Jaxpr) -> bool:
         if jaxpr not in self._known:

@@ -13,6 +13,7 @@ from lowering.emulation.registers import Get, Registers
 from lowering.emulation.units import Units, next_of
 from lowering.tpu_core import vector_unit
 from lowering.tpu_core.bundles import Bundle, Instruction, Predicate
+from lowering.tpu_core.dumps import place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.operands import bits_of, labelled
 from lowering.tpu_core.scalar_memory import wrapped
@@ -109,6 +110,8 @@ class Translator:
         self._operands = operands
         self._calls = calls
         self._jump = jump
+        self._bundles = bundles
+        self._started: dict[int, int] = {}  # the bundle of the last transfer to each semaphore
         self._pointers = pointers_in(bundles)
         self._units = Units(registers, generation=generation, eup_error=eup_error)
         self._semaphores_read: collections.deque[int] = collections.deque()
@@ -272,9 +275,16 @@ class Translator:
 
         def effect() -> None:
             granules, at, to, semaphore = (one() for one in read)
+            self._started[semaphore] = self._memory.bundle
             transfers.start(transfer.spaces, granules, at, to, semaphore, strides(), is_of_window=transfer.is_of_window)
 
         return effect
+
+    def not_awaited(self) -> str:
+        """Says which bundles started the last transfers to semaphores that are not 0; "" for none."""
+        held = [at for semaphore, at in self._started.items() if self._memory.semaphores[semaphore]]
+        where = " or ".join(place_of(self._bundles[at]) for at in dict.fromkeys(held))
+        return f": nothing waits for a transfer that bundle {where} starts" if held else ""
 
     def _levels(self, table: int) -> list[tuple[int, int, int]]:
         """Reads strides from scalar memory: for each level those of source and destination, and a count.
@@ -313,7 +323,7 @@ def _set_semaphore(core: Translator, _: str, instruction: Instruction) -> Callab
         held = core._memory.semaphores[semaphore()]
         if at_end() and held:
             holds = core._transfers.in_words(semaphore(), held)
-            raise MachineFaultError(f"a semaphore holds {holds} when the kernel ends")
+            raise MachineFaultError(f"a semaphore holds {holds} when the kernel ends{core.not_awaited()}")
         core._memory.semaphores[semaphore()] = 0
 
     return set_or_check
@@ -324,7 +334,7 @@ def _read_semaphore(core: Translator, _: str, instruction: Instruction) -> Calla
     return lambda: core._semaphores_read.append(core._memory.semaphores[semaphore()])
 
 
-def _halt(_: Translator, __: str, instruction: Instruction) -> Callable[[], None]:
+def _halt(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
     reason = instruction.operands[0].removeprefix("reason=") if instruction.operands else "it gives no reason"
     bounds = _BOUNDS.search(reason)
     if bounds is not None:
@@ -334,7 +344,8 @@ def _halt(_: Translator, __: str, instruction: Instruction) -> Callable[[], None
         reason = f"{route} {does} beyond its operand in {end}"
 
     def halt() -> None:
-        raise MachineFaultError(f"a check that the compiler has put in fails: {reason}")
+        left = core.not_awaited() if reason.startswith("Semaphore") else ""
+        raise MachineFaultError(f"a check that the compiler has put in fails: {reason.rstrip('.')}{left}")
 
     return halt
 

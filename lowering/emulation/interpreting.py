@@ -6,14 +6,16 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu
 
+from lowering import _jax_private
 from lowering.emulation.api import checked, of_values
 from lowering.emulation.emulator import Emulator
+from lowering.emulation.evaluating import Place
 
 
 class _Interpreter(Emulator):
     """A chip whose kernels are interpreted as they are written."""
 
-    def called(self, equation: Any, *arrays: Any) -> Sequence[Any]:
+    def called(self, equation: Any, place: Place, *arrays: Any) -> Sequence[Any]:
         """Computes the results of a kernel's call."""
         params = {**equation.params, "interpret": tpu.InterpretParams()}
         return equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(params))
@@ -26,4 +28,6 @@ def interpret(fn: Callable[..., Any], *args: Any, target: str) -> Any:
       EmulationError: as `emulate` does.
     """
     fn, arrays = of_values(fn, args)
-    return jax.jit(_Interpreter(checked(target), checks=False).emulated(fn))(*arrays)
+    interpreted = jax.jit(_Interpreter(checked(target), checks=False).emulated(fn))
+    with _jax_private.without_tracebacks_of_callbacks():
+        return jax.block_until_ready(interpreted(*arrays))

@@ -10,8 +10,8 @@ import numpy as np
 from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Call, Translator
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get, Registers
-from lowering.source_lines import users_file_line
 from lowering.tpu_core.bundles import Bundle, Instruction
+from lowering.tpu_core.dumps import place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.sequencer import Sequencer
 
@@ -101,11 +101,7 @@ class Machine(Sequencer):
                 self._memory.bundle = self.registers.bundle = at
                 step()
             except (UnknownFormError, MachineFaultError) as error:
-                raise type(error)(f"bundle {at:#x}{self._line(at)}: {error}") from None
-
-    def _line(self, number: int) -> str:
-        line = users_file_line(self.bundles[number].lines)
-        return f" ({line})" if line else ""
+                raise type(error)(f"bundle {place_of(self.bundles[at])}: {error}") from None
 
     def _step(self, bundle: Bundle) -> Callable[[], None]:
         """Returns what executes one bundle."""

@@ -14,6 +14,8 @@ from lowering import tables
 from lowering.describe import counted
 from lowering.tpu_core.bundles import Bundle
 
+NOTHING = "nothing was found"
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -151,7 +153,7 @@ class Emulation:
         found += [Text(f"{one.kernel}{f' ({one.source})' if one.source else ''}: {one.what}") for one in self.findings]
         if not self.findings:
             untried = "" if self.is_checked else ", and no other order of transfers was tried"
-            found.append(Text(f"nothing was found{untried}"))
+            found.append(Text(f"{NOTHING}{untried}"))
         if self.unknown:
             found.append(Text(f"not settled, in bundles that were not issued: {'; '.join(self.unknown)}"))
         return found

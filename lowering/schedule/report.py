@@ -21,7 +21,7 @@ from lowering.schedule.perfetto import MOST_KERNELS, trace
 from lowering.schedule.program import Called, ProgramReplay, replay_program
 from lowering.schedule.rows import KernelSchedule
 from lowering.schedule.stored_dumps import StoredDumps
-from lowering.tpu_core.dumps import Dumps
+from lowering.tpu_core.dumps import KERNEL, Dumps
 from pallas_kernels.hardware import Hardware
 
 _CAVEAT = (
@@ -207,7 +207,8 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
     dumps = Dumps(folder)
     hbm = bytes_per_cycle(chip, hardware)
     unused = given.unused(dumps.instructions)
-    of_nothing = f"the program has no {' and no '.join(unused)}, of which the caller spoke" if unused else ""
+    kernels = [name for name, instruction in dumps.instructions.items() if instruction.opcode == KERNEL]
+    of_nothing = f"the program has no {' and no '.join(unused)}: its kernels are {', '.join(kernels) or 'none'}"
     try:
         program = replay_program(dumps, chip, hbm, given)
     except DependsOnDataError as error:

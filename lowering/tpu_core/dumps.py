@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lowering.operators import operator_in
-from lowering.source_lines import users_line
+from lowering.source_lines import users_file_line, users_line
 from lowering.tpu_core.bundles import Bundle, read_bundles
 from lowering.tpu_core.constants import constant_operands
 
@@ -138,6 +138,12 @@ class Dumps:
     def _bundles(self, name: str) -> tuple[Bundle, ...]:
         """Reads the code of that name."""
         return read_bundles(self.text(name))
+
+
+def place_of(bundle: Bundle) -> str:
+    """Returns a bundle's number, and its line where that is known."""
+    line = users_file_line(bundle.lines)
+    return f"{bundle.number:#x} ({line})" if line else f"{bundle.number:#x}"
 
 
 def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str]) -> HloInstruction:

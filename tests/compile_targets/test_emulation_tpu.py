@@ -55,7 +55,8 @@ def test_flash_attention_and_its_gradients_agree_with_float64(chip, rng):
 
     emulation = lowering.emulate(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), q, k, v, target=chip)
     assert emulation.findings == ()
-    assert {"_flash_attention_dkv_kernel.1", "_flash_attention_dq_kernel.1"} <= {one.name for one in emulation.kernels}
+    names = [one.name.partition("_block")[0] for one in emulation.kernels]
+    assert names == ["flash_attention.1", "flash_mha_bwd_dkv", "flash_mha_bwd_dq"]
     (dq, dk, dv), attention = emulation.results
     mask = np.where(np.tril(np.ones((256, 256), bool)), 0, -np.inf)
     p = softmax(0.1 * rounded(q)[0, 0] @ rounded(k)[0, 0].T + mask)
@@ -121,9 +122,8 @@ def test_a_store_that_may_still_read_is_found(chip):
     # By themselves, the stores are what differs.
     lines = (ROOT / "examples" / "double_buffered.py").read_text().splitlines()
     (start,) = [number for number, line in enumerate(lines, 1) if "store(chunk, slot).start()" in line]
-    assert "result 0 differs when transfers that bundle" in finding.what
-    assert f"double_buffered.py:{start})" in finding.what
-    assert finding.what.endswith(" starts happen at the wait for them")
+    used = " starts a transfer whose memory is used before the wait for it: result 0 depends on when that happens"
+    assert finding.what.endswith(f"(double_buffered.py:{start}){used}")
     assert finding.source.startswith("double_buffered.py:")
 
 
@@ -147,7 +147,8 @@ def test_unwritten_memory_is_found(rng):
 
     emulation = lowering.emulate(partly, normal(rng, 8, 128), target="tpu-v5e")
     (finding,) = emulation.findings
-    assert "result 0 differs with what memory holds where nothing is written" in finding.what
+    assert "result 0 depends on memory that nothing has written" in finding.what
+    assert "is the first to load it" in finding.what
     # What nobody reads is nobody's fault.
     assert lowering.emulate(lambda x: partly(x)[:8], normal(rng, 8, 128), target="tpu-v5e").findings == ()
 
@@ -174,10 +175,72 @@ def test_what_a_longer_transfer_has_left_is_found(rng):
         return pl.pallas_call(functools.partial(body, count), grid=(4,), out_shape=shape, **blocks)(x)
 
     (finding,) = lowering.emulate(functools.partial(sums, 1024), x, target="tpu-v6e").findings
-    assert "no longer since a shorter transfer went there" in finding.what
+    assert "rows behind a ragged edge" in finding.what
     emulation = lowering.emulate(functools.partial(sums, 1000), x, target="tpu-v6e")
     assert emulation.findings == ()
     assert_near(emulation.results, np.asarray(x, np.float64).sum(0, keepdims=True), 1e-5)
+
+
+def in_blocks(x, body, at, count):
+    """Calls a kernel for each of the eight blocks of x; at(i) of `count` is the block of its result."""
+    blocks = {
+        "in_specs": [pl.BlockSpec((16, 256), lambda i: (i, 0))],
+        "out_specs": pl.BlockSpec((16, 256), lambda i: (at(i), 0)),
+    }
+    shape = jax.ShapeDtypeStruct((16 * count, 256), x.dtype)
+    return pl.pallas_call(body, grid=(8,), out_shape=shape, **blocks)(x)
+
+
+def but_one(x_ref, y_ref):
+    @pl.when(pl.program_id(0) != 3)
+    def _():
+        y_ref[...] = 2 * x_ref[...]
+
+
+def added(is_first):
+    def body(x_ref, y_ref):
+        @pl.when(is_first(pl.program_id(0)))
+        def _():
+            y_ref[...] = jnp.zeros_like(y_ref)
+
+        y_ref[...] += x_ref[...]
+
+    return body
+
+
+@pytest.mark.parametrize("chip", EMULATED)
+@pytest.mark.parametrize("whole_program", [False, True])
+def test_a_block_of_an_output_that_is_not_written_is_found(whole_program, chip, rng):
+    """What is sent in its place is the result of another step, which is still in that memory."""
+    written = functools.partial(in_blocks, body=but_one, at=lambda i: i, count=8)
+    x = normal(rng, 128, 256)
+    (finding,) = lowering.emulate(written, x, target=chip, whole_program=whole_program).findings
+    assert "result 0 depends on memory that nothing has written" in finding.what
+    assert whole_program or finding.what.endswith(" is the first to send it")
+    # What nobody reads is nobody's fault.
+    assert lowering.emulate(lambda x: written(x)[:48], x, target=chip, whole_program=whole_program).findings == ()
+
+
+@pytest.mark.parametrize("chip", EMULATED)
+@pytest.mark.parametrize("period", [2, 3])
+def test_a_block_of_an_output_that_is_visited_again_is_found(period, chip, rng):
+    """It has been sent, and the memory where it was may hold another."""
+    summed = functools.partial(in_blocks, body=added(lambda i: i < period), at=lambda i: i % period, count=period)
+    (finding,) = lowering.emulate(summed, normal(rng, 128, 256), target=chip).findings
+    assert re.search(r"bundle 0x\w+ \(test_emulation_tpu.py:\d+\) is the first to load it", finding.what)
+
+
+@pytest.mark.parametrize("chip", EMULATED)
+@pytest.mark.parametrize("steps", [2, 8])
+def test_a_block_of_an_output_may_be_visited_several_times_in_a_row(steps, chip, rng):
+    x = normal(rng, 128, 256)
+    summed = functools.partial(
+        in_blocks, body=added(lambda i: i % steps == 0), at=lambda i: i // steps, count=8 // steps
+    )
+    emulation = lowering.emulate(summed, x, target=chip)
+    assert emulation.findings == ()
+    truth = np.asarray(x, np.float64).reshape(-1, steps, 16, 256).sum(1)
+    assert_near(emulation.results, truth.reshape(-1, 256), 1e-6)
 
 
 @pytest.mark.parametrize("chip", EMULATED)
@@ -197,6 +260,22 @@ def test_transfers_within_hbm_are_executed(chip, first, rng):
     emulation = lowering.emulate(copied, x, target=chip)
     assert emulation.findings == ()
     np.testing.assert_array_equal(emulation.results, x[:, first:])
+
+
+def test_a_kernel_has_the_name_and_the_line_that_schedules_give_it(rng):
+    def body(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    @jax.jit
+    def doubled(x):
+        return pl.pallas_call(body, out_shape=x)(x)
+
+    x = normal(rng, 128, 256)
+    emulation = lowering.emulate(lambda x: doubled(x) + 1, x, target="tpu-v6e")
+    report = lowering.compile(lambda x: doubled(x) + 1, x, target="tpu-v6e", schedule=True)
+    (kernel,) = emulation.kernels
+    assert kernel.name == "doubled.1"
+    assert (kernel.name, kernel.source) in [(one.name, one.source) for one in report.schedule.kernels]
 
 
 def test_kernels_in_loops_and_derivatives_are_executed(rng):
@@ -293,13 +372,35 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
 
         def interpreted(x):
             return copied(x, True, lambda i: i)
+
+        def copies(x):
+            return copied(x, False, lambda i: i)
         """)
     )
-    for name, code, said in (
-        ("revisits", 1, "Pallas' interpreter refuses it: RuntimeError: Revisited block"),
-        ("interpreted", 2, "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True"),
+    for name, dtype, code, said in (
+        ("revisits", "f32", 1, "┘ Pallas' interpreter refuses it: RuntimeError: Revisited block"),
+        ("interpreted", "f32", 2, "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True"),
+        ("copies", "i32", 0, "┘ integer arguments were drawn from 0 to 1: --operands FILE.npz gives others"),
     ):
-        command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", "f32[16,256]", "--target", "tpu-v5e"]
+        command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", f"{dtype}[16,256]", "--target", "tpu-v5e"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == code
         assert said in " ".join(result.output.split())
+        assert "Traceback" not in result.stderr
+
+
+def test_the_command_fails_where_results_are_too_far_from_the_interpreters(monkeypatch):
+    distances = f"{ROOT / 'examples' / 'nearest.py'}:squared_distances"
+
+    def code(*options):
+        result = CliRunner().invoke(app, ["emulate", distances, "--target", "tpu-v5e", *options])
+        return result.exit_code, result.stderr
+
+    assert code("--at-most", "1e-2")[0] == 0
+    failed, said = code("--at-most", "1e-3")
+    assert failed == 1
+    assert "further from the interpreter's than 0.001 of the largest element: result" in said
+    monkeypatch.setattr("jaxops_command.emulation.interpret", lambda *_, target: np.full((64, 256), np.nan, np.float32))
+    failed, said = code()
+    assert failed == 1
+    assert "NaN here or there, but not in both: result" in said

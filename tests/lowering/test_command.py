@@ -174,7 +174,7 @@ REFUSALS = {
     "long option": (("tune", f"--{'z' * 10**5}"), "z..."),
     "too few arguments": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]"),
-        "loss must be callable with 1 argument; got",
+        "loss must take the arguments that are given; got 1 argument (missing a required argument: 'labels'): pass",
     ),
     "arguments in a list": (
         ("explain", "mine.py:listed"),
