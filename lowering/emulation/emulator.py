@@ -302,4 +302,4 @@ def _unwritten(kernel: Kernel, execution: Execution) -> str:
         for does, at in places.items()
         if at is not None
     ]
-    return ", and ".join(found) or "no bundle loads it, so the kernel leaves a part of its results unwritten"
+    return ", and ".join(found) or "no bundle loads it, so a part of the result is never written"

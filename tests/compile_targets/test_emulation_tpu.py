@@ -377,12 +377,17 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
             return copied(x, False, lambda i: i)
         """)
     )
-    for name, dtype, code, said in (
-        ("revisits", "f32", 1, "┘ Pallas' interpreter refuses it: RuntimeError: Revisited block"),
-        ("interpreted", "f32", 2, "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True"),
-        ("copies", "i32", 0, "┘ integer arguments were drawn from 0 to 1: --operands FILE.npz gives others"),
+    for name, argument, code, said in (
+        ("revisits", "f32[8,256]", 1, "┘ Pallas' interpreter refuses it: RuntimeError: Revisited block"),
+        (
+            "interpreted",
+            "f32[16,256]",
+            2,
+            "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True",
+        ),
+        ("copies", "i32[16,256]", 0, "┘ integer arguments were drawn from 0 to 1: --operands FILE.npz gives others"),
     ):
-        command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", f"{dtype}[16,256]", "--target", "tpu-v5e"]
+        command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", argument, "--target", "tpu-v5e"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == code
         assert said in " ".join(result.output.split())
