@@ -227,9 +227,8 @@ class Emulator:
             for what in self._late(called, operands, like, first):
                 self._findings[called.finding(what)] = None
             if what := self._depends(called, operands, like, first, poison=POISONS[1]):
-                self.memory_findings[called.finding(f"{what} on {UNWRITTEN}: {_unwritten(called.kernel, first)}")] = (
-                    None
-                )
+                finding = called.finding(f"{what} on {UNWRITTEN}: {_unwritten(called.kernel, first)}")
+                self.memory_findings[finding] = None
         called.calls += 1
         called.seconds += time.perf_counter() - start
         called.issues += np.asarray(first.issues)

@@ -345,7 +345,8 @@ def _halt(core: Translator, _: str, instruction: Instruction) -> Callable[[], No
 
     def halt() -> None:
         left = core.not_awaited() if reason.startswith("Semaphore") else ""
-        raise MachineFaultError(f"a check that the compiler has put in fails: {reason.rstrip('.')}{left}")
+        why = f"{reason.rstrip('.')}{left}" if left else reason
+        raise MachineFaultError(f"a check that the compiler has put in fails: {why}")
 
     return halt
 
