@@ -25,7 +25,7 @@ def test_the_page_shows_what_the_command_prints(name, fn):
     numbers = re.compile(r" *[\d.,]+(?= │)| 0x[0-9a-f]+")
     assert shown is not None
     # Sentences are wrapped on a terminal alone.
-    printed, on_page = (" ".join(numbers.sub(" 0", text).split()) for text in (result.output, shown[1]))
+    printed, on_page = (" ".join(numbers.sub(" 0", text).split()) for text in (result.stdout, shown[1]))
     assert printed == on_page
     assert result.exit_code == (1 if name == "double_buffered" else 0)
 
