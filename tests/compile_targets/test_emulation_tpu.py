@@ -75,6 +75,9 @@ def test_paged_attention_agrees_with_float64(chip, rng):
 
     emulation = lowering.emulate(attended, q, keys, values, lengths, pages, target=chip)
     assert emulation.findings == ()
+    (kernel,) = emulation.kernels
+    assert kernel.name == "paged_attention.1"
+    assert re.fullmatch(r"test_emulation_tpu\.py:\d+ \(attended\)", kernel.source)
     for row, (length, own) in enumerate(zip((20, 50), np.asarray(pages), strict=True)):
         for head in range(4):
             k, v = (rounded(x)[head // 2, own].reshape(64, 128)[:length] for x in (keys, values))
