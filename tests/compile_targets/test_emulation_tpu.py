@@ -127,6 +127,30 @@ def test_a_store_that_may_still_read_is_found(chip):
     assert finding.source.startswith("double_buffered.py:")
 
 
+@pytest.mark.parametrize("chip", ["tpu-v5e", "tpu-v6e"])  # a small operand of v7x lies in VMEM: no transfer brings it
+def test_a_wait_that_comes_too_late_is_one_finding(chip, rng):
+    """Results differ in both of the later orders."""
+
+    def body(x, y, buffer, semaphore):
+        copy = pltpu.make_async_copy(x, buffer, semaphore)
+        copy.start()
+        y[...] = 2 * buffer[...]
+        copy.wait()
+
+    x = normal(rng, 256, 256)
+    (finding,) = lowering.emulate(
+        pl.pallas_call(
+            body,
+            in_specs=[pl.BlockSpec(memory_space=pltpu.MemorySpace.HBM)],
+            out_shape=x,
+            scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        ),
+        x,
+        target=chip,
+    ).findings
+    assert re.match(r"bundle 0x\w+ \(test_emulation_tpu.py:\d+\) starts a transfer whose memory is used", finding.what)
+
+
 @pytest.mark.parametrize("chip", EMULATED)
 def test_rounded_operands_show_beside_the_interpreter(chip):
     distances, (x, y) = example("nearest", "squared_distances")

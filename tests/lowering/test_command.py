@@ -172,6 +172,10 @@ REFUSALS = {
     ),
     "async function": (("tune", "mine.py:waiting"), "mine.py:waiting must be a plain function; got an async function"),
     "long option": (("tune", f"--{'z' * 10**5}"), "z..."),
+    "limit that is none": (
+        ("emulate", "mine.py:loss", "--target", "tpu-v5e", "--at-most", "nan"),
+        "--at-most must be 0 or a positive number; got nan",
+    ),
     "too few arguments": (
         ("explain", "mine.py:loss", "--arg", "float32[4,7]"),
         "loss must take the arguments that are given; got 1 argument (missing a required argument: 'labels'): pass",

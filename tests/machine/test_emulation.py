@@ -17,6 +17,7 @@ from lowering.tpu_core.bundles import read_bundles
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.layouts import places_of
 from lowering.tpu_core.matrix_unit import MatrixUnit
+from lowering.tpu_core.transfers import transfer_of
 
 POISON = 0xFFC0DEAD
 RNG = np.random.default_rng(0)
@@ -261,6 +262,15 @@ def test_checks_of_the_compiler_are_quoted():
         Bench().run(f"%1 = shalt.err (%p0_p0) {reason}", p0=True)
 
 
+def test_a_semaphore_that_is_left_names_the_transfer_to_it():
+    bench, reason = Bench(), "/* Semaphore (scratch argument 1) has a nonzero value upon exit. Await it. */"
+    place = {"s1": bench.places["hbm"][0], "s2": bench.places["vmem"][0] << 4}
+    with pytest.raises(MachineFaultError, match=r"Await it: nothing waits for a transfer that bundle 0x1 starts$"):
+        bench.run(
+            COPY, COPY.replace("#flag", "#other"), WAIT, TAKE, f"%1 = shalt.err (%p0_p0) {reason}", p0=True, **place
+        )
+
+
 @pytest.mark.parametrize(("dtype", "like"), [("bf16", jnp.bfloat16), ("s16", np.int16), ("u16", np.uint16)])
 def test_halves_of_words_are_compared_each(dtype, like):
     # Of bfloat16, numbers of ordinary size.
@@ -485,6 +495,14 @@ def test_a_block_that_the_pipeline_has_sent_is_not_written_any_more(sender, orde
     assert (held["v1"] == POISON).all() == (is_sent_by_pipeline and not is_read_late)
     assert list(bench.memory.unwritten) == ([] if not is_sent_by_pipeline else [4] if is_read_late else [1, 4])
     assert not bench.memory.sent_unwritten
+
+
+def test_only_what_a_kernels_pipeline_sends_is_marked():
+    sent = "%3 = dma.vmem_to_hbm /*vmem=*/%s2_s2, /*size_in_granules=*/128, /*hbm=*/%s1_s1, /*dst_syncflagno=*/[#flag]"
+    by_pipeline = f"{sent} /* \nbase_bounds: (16, 1)\nwindow_bounds: (1, 1) */"
+    for line, is_kernel, is_marked in ((by_pipeline, True, True), (by_pipeline, False, False), (sent, True, False)):
+        (bundle,) = read_bundles(program(line), vectors=True, is_kernel=is_kernel)
+        assert transfer_of(bundle.instructions[0], {}).is_of_window == is_marked
 
 
 def test_a_transfer_of_what_nobody_has_written_is_noted():
