@@ -177,11 +177,12 @@ class Explanation:
 
     def _rewrite(self, one: Applied) -> str:
         """Says what a rewrite would do in one place, and names the operator that a user could call there instead."""
-        # What a gradient holds is found in the loss as well, where more of it is saved.
-        advice = ["rewrite losses before they are differentiated"] if one.pattern == "row_cone" else []
-        advice += dict.fromkeys(f"call {x.call}" for x in self.opportunities if x.source == one.source)
-        would = f"`lowering.rewrite` would save about {megabytes(one.saved_bytes)} by {one.pattern}"
-        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, one.remark, ', or '.join(advice))))}"
+        on_tpu = one.on_tpu if self.target.startswith("tpu") else ""
+        calls = dict.fromkeys(f"call {x.call}" for x in self.opportunities if x.source == one.source)
+        advice = ", or ".join(filter(None, (one.remark, *calls)))
+        saved = f"{megabytes(one.saved_bytes)}{' on a CPU' if on_tpu else ''}"
+        would = f"`lowering.rewrite` would save about {saved} by {one.pattern}"
+        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, on_tpu, advice)))}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, require: str | None = None) -> Explanation:

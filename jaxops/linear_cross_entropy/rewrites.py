@@ -306,7 +306,8 @@ def _least_size() -> int:
     return chunk_sizes.SIZES.logits
 
 
-ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, makes_loops=True)
+_REMARK = "rewrite losses before they are differentiated"  # what a gradient holds is in the loss, which saves more
+ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True)
 ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True)
 CROSS_ENTROPY = Rule(
     "cross_entropy",
@@ -318,5 +319,5 @@ CROSS_ENTROPY = Rule(
     replacement="jaxops.linear_cross_entropy",
 )
 CROSS_ENTROPY_SUM = Rule(
-    "cross_entropy_sum", PRODUCTS, _find_sums, _least_size, remark="a TPU takes up to 2^28 at a time and saves less"
+    "cross_entropy_sum", PRODUCTS, _find_sums, _least_size, on_tpu="a TPU takes up to 2^28 at a time and saves less"
 )

@@ -20,7 +20,8 @@ class Applied:
       saved_bytes: about how many bytes of temporaries this saves where the function is differentiated with respect to
         all that it reads there. Only what every loss keeps is counted, the logits and their cotangent; some keep more.
       count: how often it runs.
-      remark: what else it changes.
+      remark: what else it changes, or what saves more.
+      on_tpu: what is different on TPUs.
     """
 
     pattern: str
@@ -29,6 +30,7 @@ class Applied:
     saved_bytes: int
     count: int = 1
     remark: str = ""
+    on_tpu: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Rewrites:
         table.add_column("runs", justify="right")
         table.add_column("saves about", justify="right", no_wrap=True)
         for one in self.applied:
-            what = "; ".join(filter(None, (one.detail, one.remark)))
+            what = "; ".join(filter(None, (one.detail, one.remark, one.on_tpu)))
             table.add_row(
                 one.pattern,
                 one.source,

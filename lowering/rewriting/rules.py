@@ -92,7 +92,8 @@ class Rule:
       least_size: how many elements an array must exceed for this rule; what is smaller is never looked at. None if all
         its primitives interest the rule.
       asked: whether the rule applies only where it is named in `only`.
-      remark: what else it changes.
+      remark: what else it changes, or what saves more.
+      on_tpu: what is different on TPUs.
       makes_loops: whether what replaces a place is a loop of JAX, in which no operator computes.
       overlooked: yields the places in a level, of any size, that users would expect the rule to know, and why it does
         not. Only reports ask for them; places that a rule has spoken of already are left out.
@@ -109,6 +110,7 @@ class Rule:
     least_size: Callable[[], int] | None = None
     asked: bool = False
     remark: str = ""
+    on_tpu: str = ""
     makes_loops: bool = False
     overlooked: Callable[[Level], Iterable[Missed]] | None = None
     suggest: Callable[[Level], Iterable[Suggestion]] | None = None
