@@ -68,40 +68,32 @@ class Rewrites:
 
     def tables(self) -> list[Table | Text]:
         """Lays out what is rewritten, and what is left alone, as `rich` tables."""
-        found = [table for table in (self._applied_table(), self._refused_table()) if table is not None]
-        return [*found] or [Text("nothing to rewrite")]
+        found: list[Table | Text] = []
+        if self.applied:
+            table = _table(f"{len(self.applied)} rewritten", "pattern", "line", "what")
+            table.add_column("runs", justify="right")
+            table.add_column("saves about", justify="right", no_wrap=True)
+            for one in self.applied:
+                what = Text("; ".join(filter(None, (one.detail, one.remark, one.on_tpu))))
+                saved = megabytes(one.saved_bytes) if one.saved_bytes else "time"
+                table.add_row(one.pattern, one.source, what, str(one.count), saved)
+            found.append(table)
+        if self.refused:
+            table = _table(f"{len(self.refused)} left alone", "pattern", "line", "what", "because")
+            for other in self.refused:
+                table.add_row(other.pattern, other.source, Text(other.detail), Text(other.reason))
+            found.append(table)
+        return found or [Text("nothing to rewrite")]
 
     def __str__(self) -> str:
         return "\n".join(map(tables.text, self.tables()))
 
-    def _applied_table(self) -> Table | None:
-        if not self.applied:
-            return None
-        table = Table(title=f"{len(self.applied)} rewritten", title_justify="left")
-        for name in ("pattern", "line", "what"):
-            table.add_column(name, overflow="fold")
-        table.add_column("runs", justify="right")
-        table.add_column("saves about", justify="right", no_wrap=True)
-        for one in self.applied:
-            what = "; ".join(filter(None, (one.detail, one.remark, one.on_tpu)))
-            table.add_row(
-                one.pattern,
-                one.source,
-                Text(what),
-                str(one.count),
-                megabytes(one.saved_bytes) if one.saved_bytes else "time",
-            )
-        return table
 
-    def _refused_table(self) -> Table | None:
-        if not self.refused:
-            return None
-        table = Table(title=f"{len(self.refused)} left alone", title_justify="left")
-        for name in ("pattern", "line", "what", "because"):
-            table.add_column(name, overflow="fold")
-        for one in self.refused:
-            table.add_row(one.pattern, one.source, Text(one.detail), Text(one.reason))
-        return table
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def megabytes(size: int) -> str:
