@@ -1,5 +1,6 @@
 """The rewrite of logits that are read only through row statistics."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,42 +37,58 @@ class _UnlikeError(Exception):
     """A matrix product whose result is not the logits of a cross entropy."""
 
 
-# The steps that replace all readers of a head's logits.
-_StepsOf = Callable[[Level, list[Step], Head], tuple[Step, ...]]
+# Replaces all that reads the result of a product, read in one of some ways; None if that is no such loss.
+_Attempt = Callable[[Level, list[Step], Any], Found | None]
 
 
 def _find_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
     """Finds losses whose gradients can be computed together with the logits; others are for the next rule."""
     # What a loop keeps for its backward pass is kept for each step: gradients of the weight are too large for that.
-    return () if level.keeps_each else _find(level, steps, _by_sum, "read by a sum of cross entropies")
+    return () if level.keeps_each else _find(level, steps, heads_of, _by_sum)
+
+
+def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
+    """Finds losses of rows that are added up to a number: their gradients can be computed together with the logits."""
+    found = () if level.keeps_each else _find(level, steps, _row_axes, functools.partial(_by_cones, to_number=True))
+    return (x for x in found if isinstance(x, Found))
 
 
 def _find_statistics(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
-    return _find(level, steps, _by_statistics, "read by row statistics")
+    return _find(level, steps, heads_of, _by_statistics)
 
 
-def _find(level: Level, steps: tuple[Step, ...], steps_of: _StepsOf, how: str) -> Iterator[Found | Missed]:
+def _find_cones(level: Level, steps: tuple[Step, ...]) -> Iterator[Found | Missed]:
+    found = _find(level, steps, _row_axes, _by_cones)
+    return (x for x in found if isinstance(x, Found) or is_like_loss(x.node))
+
+
+def _find(
+    level: Level, steps: tuple[Step, ...], ways: Callable[[Node], Iterable[Any]], attempt: _Attempt
+) -> Iterator[Found | Missed]:
+    """Takes the first way to read each product that succeeds, or tells why the first did not."""
     taken = list(steps)
     for node in _products(level):
         if node not in needed(level, taken):
             continue
-        refusal = None
-        for head in heads_of(node):
-            saved = _saving(head, keeps_rows=steps_of is _by_statistics)
+        found, refusal = None, ""
+        for way in ways(node):
             try:
-                found = steps_of(level, taken, head) if saved.is_worthwhile else ()
+                found = attempt(level, taken, way)
             except _UnlikeError:
                 continue
             except RefusalError as error:
                 refusal = refusal or str(error)
-                continue
             if found:
-                taken += found
-                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes, found)
                 break
-        else:
-            if refusal is not None:
-                yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
+        if found:
+            taken += found.steps
+            yield found
+        elif refusal:
+            yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
+
+
+def _found(node: Node, how: str, saved_bytes: int, steps: Sequence[Step]) -> Found:
+    return Found(node, f"logits {described(node.outputs[0])}, {how}", saved_bytes, tuple(steps))
 
 
 def _saving(head: Head, *, keeps_rows: bool) -> Saving:
@@ -104,23 +121,26 @@ def _products(level: Level) -> list[Node]:
     return [node for node in nodes if node.outputs[0].size > chunk_sizes.SIZES.logits][::-1]
 
 
-def _by_sum(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
-    """Returns the step that computes a sum of cross entropies and what else is known with it; none if it is absent."""
+def _by_sum(level: Level, taken: list[Step], head: Head) -> Found | None:
+    """Returns the step that computes a sum of cross entropies and what else is known with it."""
+    saved = _saving(head, keeps_rows=False)
+    if not saved.is_worthwhile:
+        return None
     try:
         readers, alike = _readers(level, taken, head, is_promised=True)
         if not readers.can_scale_layer():
-            return ()
+            return None
         layer, size = (head.x, head.weight), head.node.outputs[0].size
         others = (x for x in readers.inputs if x not in layer and 2 * x.size > size)
         if head.node.name == "dot_general" and not all(map(_is_given, others)):
             # Targets that are computed here, such as another model's probabilities, need not exist as a whole.
-            return ()
+            return None
         sums = Sums(level, needed(level, taken), readers)
         # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
         found = next(sums.steps(taken, alike, first=head.x.dtype == jnp.float16), None)
     except RefusalError as error:
         raise _UnlikeError from error
-    return () if found is None else (found,)
+    return None if found is None else _found(head.node, "read by a sum of cross entropies", saved.saved_bytes, [found])
 
 
 def _is_given(value: Value) -> bool:
@@ -130,8 +150,11 @@ def _is_given(value: Value) -> bool:
     return value.producer is None
 
 
-def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, ...]:
+def _by_statistics(level: Level, taken: list[Step], head: Head) -> Found | None:
     """Returns the step that computes statistics of rows, and all that reads logits from these."""
+    saved = _saving(head, keeps_rows=True)
+    if not saved.is_worthwhile:
+        return None
     readers, alike = _readers(level, taken, head, is_promised=False)
 
     def run(*arrays: Any) -> Sequence[Any]:
@@ -142,7 +165,7 @@ def _by_statistics(level: Level, taken: list[Step], head: Head) -> tuple[Step, .
     step = Step(readers.inputs, readers.exits, run)
     if not needed(level, [*taken, step]).isdisjoint(alike):
         raise RefusalError("the logits are used elsewhere")
-    return (step,)
+    return _found(head.node, "read by row statistics", saved.saved_bytes, [step])
 
 
 def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> tuple[Readers, list[Node]]:
@@ -157,90 +180,57 @@ def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) 
     return readers, alike
 
 
-def _find_cone_sums(level: Level, steps: tuple[Step, ...]) -> Iterable[Found | Missed]:
-    """Finds losses of rows that are added up to a number: their gradients can be computed together with the logits."""
-    found = () if level.keeps_each else _find_cones(level, steps, to_number=True)
-    return (x for x in found if isinstance(x, Found))
-
-
-def _find_cones(level: Level, steps: tuple[Step, ...], *, to_number: bool = False) -> Iterator[Found | Missed]:
-    taken = list(steps)
-    for node in _products(level):
-        if node.name != "dot_general" or node not in needed(level, taken):
-            continue
-        refusal = None
-        for axis, class_axis in _row_axes(node):
-            saved = _saving_of_cone(node, class_axis)
-            try:
-                cones = _cones_of(level, taken, node, axis, class_axis, to_number) if saved.is_worthwhile else []
-                kept = sum(cone.kept_bytes for cone, _ in cones)
-                if cones and not saved._replace(saved_bytes=saved.saved_bytes - kept).is_worthwhile:
-                    raise RefusalError("they are combined with arrays of their size that are not computed by rows")
-            except _UnlikeError:
-                continue
-            except RefusalError as error:
-                refusal = refusal or str(error)
-                continue
-            if cones:
-                found = [step for _, step in cones]
-                taken += found
-                how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
-                how += f", {len(found)} passes over them" if len(found) > 1 else ""
-                yield Found(node, f"logits {described(node.outputs[0])}, {how}", saved.saved_bytes - kept, tuple(found))
-                break
-        else:
-            if refusal is not None and is_like_loss(node):
-                yield Missed(node, f"logits {described(node.outputs[0])}", refusal)
-
-
 def _features(node: Node) -> int:
     (axes, _), _ = node.params["dimension_numbers"]
     return math.prod(node.inputs[0].shape[axis] for axis in axes)
 
 
-def _row_axes(node: Node) -> list[tuple[int, int]]:
+def _row_axes(node: Node) -> list[tuple[Node, int, int]]:
     """Lists a product's axes that may be split, the longest first, each with that of the classes, which are reduced."""
+    if node.name != "dot_general":
+        return []
     (contracted, batch), shape = node.params["dimension_numbers"], node.outputs[0].shape
     free = [len(node.inputs[side].shape) - len(contracted[side]) for side in (0, 1)]
-    ends = ((len(shape) - 1, free[1]), (0, free[0]))
+    ends = [axis for axis, count in ((len(shape) - 1, free[1]), (0, free[0])) if count and not batch[0]]
     reduced = reduced_sizes(node)
-    class_axes = [axis for axis, count in ends if count and not batch[0] and shape[axis] in reduced]
-    if not class_axes:
-        others = {axis: [size for size in reduced if is_about(size, shape[axis])] for axis, _ in ends}
-        class_axes = [axis for axis, count in ends if count and not batch[0] and others[axis]]
+    class_axes = [axis for axis in ends if shape[axis] in reduced]
+    class_axes = class_axes or [axis for axis in ends if any(is_about(size, shape[axis]) for size in reduced)]
     longest_first = sorted((axis for axis, size in enumerate(shape) if size > 1), key=lambda axis: -shape[axis])
-    return [(axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
+    return [(node, axis, classes) for classes in class_axes for axis in longest_first if axis != classes]
 
 
-def _cones_of(
-    level: Level, taken: list[Step], node: Node, axis: int, class_axis: int, to_number: bool
-) -> list[tuple[Cone, Step]]:
-    """Returns what depends on these logits, to be computed in chunks of rows, and the step that does, for each pass."""
-    found: list[tuple[Cone, Step]] = []
-    shape = node.outputs[0].shape
+def _by_cones(level: Level, taken: list[Step], axes: tuple[Node, int, int], *, to_number: bool = False) -> Found | None:
+    """Returns steps that compute what depends on logits in chunks of rows, one for each pass over all rows."""
+    node, axis, class_axis = axes
+    saved, shape, cones = _saving_of_cone(node, class_axis), node.outputs[0].shape, list[Cone]()
     rows = node.outputs[0].size // shape[class_axis]
     chunk_rows = chunk_sizes.rows_of_logits(shape[class_axis], _features(node), 2) or rows
-    if to_number and shape[axis] <= 2 and chunk_rows * shape[axis] < rows:
-        # With chunks of half of the rows, gradients beside the loss save less than gradients behind it.
-        raise _UnlikeError
+    # With chunks of half of the rows, gradients beside the loss save less than gradients behind it.
+    is_coarse = to_number and shape[axis] <= 2 and chunk_rows * shape[axis] < rows
+    if is_coarse or not saved.is_worthwhile:
+        return None
     split_rows = max(1, chunk_rows * shape[axis] // rows)
 
     def one_pass(wanted: frozenset[Task]) -> Step:
         cone = Cone(level, wanted, node, axis, shape[class_axis], to_number=to_number)
-        if not found:
+        if not cones:
             _require_loss(cone, class_axis, to_number)
         whole = [x for x in cone.exits if isinstance(cone.roles[x], Part) and cone.is_wide(x)]
+        if not set(whole).isdisjoint(level.results):
+            raise RefusalError(returned(level))
         if whole:
-            is_returned = not set(whole).isdisjoint(level.results)
-            raise RefusalError(
-                returned(level) if is_returned else "as many numbers as there are logits are used as a whole"
-            )
+            raise RefusalError("as many numbers as there are logits are used as a whole")
         cone.check_users_rules(split_rows)
-        found.append((cone, cone.step(split_rows)))
-        return found[-1][1]
+        cones.append(cone)
+        return cone.step(split_rows)
 
-    passes(level, taken, node, one_pass)
-    return found
+    steps = passes(level, taken, node, one_pass)
+    left = saved._replace(saved_bytes=saved.saved_bytes - sum(cone.kept_bytes for cone in cones))
+    if not left.is_worthwhile:
+        raise RefusalError("they are combined with arrays of their size that are not computed by rows")
+    how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
+    how += f", {len(steps)} passes over them" if len(steps) > 1 else ""
+    return _found(node, how, left.saved_bytes, steps)
 
 
 def _require_loss(cone: Cone, class_axis: int, to_number: bool) -> None:
@@ -269,7 +259,7 @@ def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
         heads = heads_of(node)
-        if not (heads or (node.name == "dot_general" and _row_axes(node))) or node.outputs[0].size == 0:
+        if not (heads or _row_axes(node)) or node.outputs[0].size == 0:
             continue
         is_large = node.outputs[0].size > chunk_sizes.SIZES.logits
         read, ordered = read_at_labels(node), read_in_order(node) if is_large else ""
@@ -277,9 +267,9 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         if not (read or ordered or is_loss):
             continue
         size, found = node.outputs[0].size, _saving(heads[0], keeps_rows=False) if heads else Saving(0, 0)
-        if heads and found.is_worthwhile and node.name == "dot_general":
+        if heads and found.is_worthwhile:
             # Nor is a loss that the operator does not have computed in chunks where those save nothing.
-            cones = (_saving_of_cone(node, class_axis) for _, class_axis in _row_axes(node))
+            cones = (_saving_of_cone(node, class_axis) for _, _, class_axis in _row_axes(node))
             found = next((one for one in cones if not one.is_worthwhile), found)
         if not is_loss and ordered:
             reason = f"this takes no log sum exp: {ordered} reads whole rows, for which there is no operator"
