@@ -270,14 +270,15 @@ def test_command_shows_opportunities_below_the_table(tmp_path: Path, monkeypatch
     (tmp_path / "head.py").write_text("import optax\n\n\n" + inspect.getsource(optax_loss))
     monkeypatch.chdir(tmp_path)
     arguments = ("--arg", "f32[512,32000]", "--arg", "f32[2048,512]", "--arg", "i32[2048]")
-    result = CliRunner().invoke(app, ["explain", "head.py:optax_loss", *arguments])
-    (advice,) = result.stdout.splitlines()[1:]
-    assert advice.startswith("head.py:5 (optax_loss): `lowering.rewrite` would save about ")
-    (remark,) = [rule.remark for rule in rules() if rule.name == "cross_entropy_sum"]
-    assert advice.endswith(
-        " MB by cross_entropy_sum: logits float32[2048,32000], read by a sum of cross entropies; "
-        f"{remark}; call jaxops.linear_cross_entropy"
-    )
+    (rule,) = (rule for rule in rules() if rule.name == "cross_entropy_sum")
+    for target, where, on_tpu in (("cpu", "", ""), ("tpu-v5e", " on a CPU", f"{rule.on_tpu}; ")):
+        result = CliRunner().invoke(app, ["explain", "head.py:optax_loss", *arguments, "--target", target])
+        (advice,) = result.stdout.splitlines()[1:]
+        assert advice.startswith("head.py:5 (optax_loss): `lowering.rewrite` would save about ")
+        assert advice.endswith(
+            f" MB{where} by cross_entropy_sum: logits float32[2048,32000], read by a sum of cross entropies; "
+            f"{on_tpu}call jaxops.linear_cross_entropy"
+        )
 
 
 def test_explanation_shows_nothing_where_there_is_none() -> None:
