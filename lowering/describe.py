@@ -55,7 +55,7 @@ def first_line(error: BaseException) -> str:
 
 def meant(name: Any, known: Iterable[str]) -> str:
     """Asks, after a comma, whether the known name nearest to an unknown one was meant; empty if none is near."""
-    near = difflib.get_close_matches(str(name).lower(), [*known], n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name.lower(), [*known], n=1, cutoff=0.7) if isinstance(name, str) else ()
     return f", did you mean {near[0]}?" if near else ""
 
 
