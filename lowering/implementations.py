@@ -59,7 +59,7 @@ def reason_of(
     """Says why an implementation refuses operands; None if it takes them.
 
     Raises:
-      TypeError: if what it says is no reason in words.
+      TypeError: if the reason is not a string.
     """
     reason = implementation.refuses(place, *operands, **params)
     if reason is not None and not isinstance(reason, str):

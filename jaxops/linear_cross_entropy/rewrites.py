@@ -37,7 +37,7 @@ class _UnlikeError(Exception):
     """A matrix product whose result is not the logits of a cross entropy."""
 
 
-# Replaces all that reads the result of a product, read in one of some ways; None if that is no such loss.
+# Tries to replace everything that reads a product, whose result is read in a given way; None if nothing is saved.
 _Attempt = Callable[[Level, list[Step], Any], Found | None]
 
 

@@ -168,9 +168,11 @@ def _in_one_pass(reference: Callable[..., Arrays]) -> Form:
     return Form("xla_one_pass", frozenset({"tpu"}), run, refuses)
 
 
-def _means_side_by_side(x: jax.Array, *, place: Place, extents: tuple[int, ...], **attributes: Any) -> Arrays:
+def _means_side_by_side(
+    x: jax.Array, *, place: Place, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any
+) -> Arrays:
     """Computes the means of windows that do not overlap: sums that XLA's CPU compiler fuses with what is around."""
-    along = windows.spans(extents, attributes["window"], attributes["stride"], attributes["padding"])
+    along = windows.spans(extents, **attributes)
     total, spans = windows.squeezed(x.astype(accumulation_dtype(x.dtype)), along)
     for span in spans:
         total = _summed_side_by_side(total, span)
@@ -187,9 +189,11 @@ def _summed_side_by_side(x: jax.Array, span: Span) -> jax.Array:
     return jnp.sum(whole.reshape(*x.shape[:axis], span.outputs, span.window, *x.shape[axis + 1 :]), axis + 1)
 
 
-def _spread_side_by_side(grad: jax.Array, *, place: Place, extents: tuple[int, ...], **attributes: Any) -> Arrays:
+def _spread_side_by_side(
+    grad: jax.Array, *, place: Place, extents: tuple[int, ...], count_include_pad: bool, **attributes: Any
+) -> Arrays:
     """Repeats the gradient of each window, where windows do not overlap."""
-    along = windows.spans(extents, attributes["window"], attributes["stride"], attributes["padding"])
+    along = windows.spans(extents, **attributes)
     total, spans = windows.squeezed(grad.astype(accumulation_dtype(grad.dtype)), along)
     spread = (total / math.prod(span.window for span in spans)).astype(grad.dtype)
     for span in spans:

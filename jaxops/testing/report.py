@@ -79,7 +79,7 @@ class Report:
 
 
 def _by_finding(pairs: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Returns the promises of which the same was found, in order."""
+    """Groups promises by what was found, in order."""
     found: dict[str, list[str]] = {}
     for promise, what in pairs:
         found.setdefault(what, []).append(promise)

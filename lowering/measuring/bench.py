@@ -103,7 +103,7 @@ class BenchResult:
 
 
 def _figures(number: float) -> str:
-    """Writes a number with three or more digits that count."""
+    """Writes a number with three decimals, with one from 10 on, and with none from 100 on."""
     digits = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 3
     return f"{number:,.{digits}f}"
 
@@ -121,7 +121,7 @@ def bench(
       fn: a function of arrays, jitted or not. Donated arguments are copied before the clock starts.
       *args: its arguments: arrays, or pytrees of them. A `jax.ShapeDtypeStruct` becomes a random array.
       implementations: as in `lowering.use`.
-      repeats: how often to time each, at least 2; only 3 times if a minute has passed by then.
+      repeats: how often to time each, at least 2. After a minute no further repeat begins, once there are three.
       progress: whether to show a progress bar on stderr; by default, if stderr is a terminal.
 
     Raises:

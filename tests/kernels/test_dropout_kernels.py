@@ -113,9 +113,9 @@ def test_dropout_draws_only_the_digits_that_decide(keep, count):
 
 
 def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(rng, capfd, emulated):
-    """Of five rows of 179 words, the first 128 of each fill a register, and the last 51 lanes that they share.
+    """Five rows have 179 words each: 128 fill a register, and the other 51 share two registers with other rows'.
 
-    Those fill 255 lanes of 256; the third begins in one register and ends in another.
+    These fill 255 of 256 lanes; those of the third row begin in one register and end in the other.
     """
     words = 179
     config = {"block_elements": 5 * 16 * 32 * words}

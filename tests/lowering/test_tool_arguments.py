@@ -222,7 +222,7 @@ def test_values_are_shown_on_one_short_line() -> None:
 
 
 def test_what_a_function_changes_in_its_arguments_is_a_result():
-    """As a step that updates a module of NNX in place: its gradient is no dead code."""
+    """A step may update a module of NNX in place; its gradient must not become dead code."""
 
     def step(params, x):
         loss, params["w"] = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(params["w"])
