@@ -65,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.coverage and config.option.numprocesses:
+        raise pytest.UsageError("--coverage counts in one process: leave -n out")
     if config.option.emulate:
         emulated_kernels.install(config.option.emulate)
 

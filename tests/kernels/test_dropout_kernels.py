@@ -112,12 +112,12 @@ def test_dropout_draws_only_the_digits_that_decide(keep, count):
     assert "".join("1" if digit else "0" for pair in pairs for digit in pair) == written
 
 
-def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(rng, capfd, emulated):
-    """Five rows have 179 words each: 128 fill a register, and the other 51 share two registers with other rows'.
+@pytest.mark.parametrize("words", [50, 179])
+def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng, capfd, emulated):
+    """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in another.
 
-    These fill 255 of 256 lanes; those of the third row begin in one register and end in the other.
+    Of those of 179 words the first 128 fill a register each, and the last 51 do as the 50.
     """
-    words = 179
     config = {"block_elements": 5 * 16 * 32 * words}
     blocks = tpu_dropout.blocks_of(90, 32 * words, **config)
     assert (blocks.counts, blocks.places) == ((2, 1), (5, 16, words))
