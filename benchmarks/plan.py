@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import jax.numpy as jnp
 from plan_models import DEMO_7B, Decoder, step_of
 
 import lowering
@@ -63,8 +64,27 @@ def fsdp(size: int, tensor: int = 1, data: int = 1) -> dict[str, int]:
     return {"data": data, "fsdp": size, "tensor": tensor}
 
 
-LLAMA3_8B = Decoder(128256, 4096, 32, 32, 8, 128, 14336, 8192, 4 * 256, parts=8)
-LLAMA2_70B = Decoder(32000, 8192, 80, 64, 8, 128, 28672, 4096, 2 * 256)
+# What MaxText's recipes store in the memory of the host.
+OFFLOADED = ("layer_input", "query", "key", "value", "out")
+
+
+def llama3(width: int, depth: int, heads: int, hidden: int, sequences: int, **options: Any) -> Decoder:
+    """Llama 3.1 with 8192 tokens, as tpu-recipes trains it."""
+    return Decoder(
+        128256, width, depth, heads, 8, 128, hidden, 8192, sequences, parts=8, groups_in_turn=True, **options
+    )
+
+
+def llama3_8b(chips: int, of_a_chip: int) -> Decoder:
+    return llama3(4096, 32, 32, 14336, chips * of_a_chip, offloaded=OFFLOADED)
+
+
+def llama3_70b(chips: int, of_a_chip: int, **options: Any) -> Decoder:
+    return llama3(8192, 80, 64, 28672, chips * of_a_chip, offloaded=OFFLOADED[:4], **options)
+
+
+LLAMA2_70B = Decoder(32000, 8192, 80, 64, 8, 128, 28672, 4096, 3 * 256, groups_in_turn=True, offloaded=OFFLOADED[1:4])
+MISTRAL_7B = llama3(4096, 32, 32, 14336, 6 * 8, offloaded=OFFLOADED)._replace(vocabulary=32000)
 MIB = 2**20
 V5E, V6E = "tpu-v5e:16x16", "tpu-v6e:16x16"
 PUBLISHED = (
@@ -121,7 +141,41 @@ PUBLISHED = (
     ),
     Published("MaxText Llama 2 70B", V6E, fsdp(256), LLAMA2_70B, f"{_RECIPES}/Llama2-70B-MaxText/README.md", 9.052),
     Published(
-        "MaxText Llama 3.1 8B", V6E, fsdp(256), LLAMA3_8B, f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md", 4.546
+        "MaxText Mistral 7B", "tpu-v6e:2x4", fsdp(8), MISTRAL_7B, f"{_RECIPES}/Mistral-7B-MaxText/README.md", 6.320
+    ),
+    *(
+        Published(
+            "MaxText Llama 3.1 8B",
+            f"tpu-v6e:{topology}",
+            fsdp(chips),
+            llama3_8b(chips, of_a_chip),
+            f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-{chips}/README.md",
+            seconds,
+        )
+        for topology, chips, of_a_chip, seconds in (
+            ("2x4", 8, 3, 3.443),
+            ("4x4", 16, 3, 3.393),
+            ("4x8", 32, 3, 3.495),
+            ("8x8", 64, 5, 5.652),
+            ("8x16", 128, 4, 4.602),
+            ("16x16", 256, 4, 4.546),
+        )
+    ),
+    *(
+        Published(
+            "MaxText Llama 3.1 70B",
+            f"tpu-v6e:{topology}",
+            fsdp(chips),
+            llama3_70b(chips, of_a_chip, **options),
+            f"{_RECIPES}/Llama3.1-70B-MaxText/v6e-{chips}/README.md",
+            seconds,
+        )
+        for topology, chips, of_a_chip, seconds, options in (
+            ("4x8", 32, 2, 17.790, {"weight_dtype": jnp.bfloat16}),
+            ("8x8", 64, 2, 18.688, {}),
+            ("8x16", 128, 4, 34.786, {}),
+            ("16x16", 256, 5, 42.656, {}),
+        )
     ),
 )
 

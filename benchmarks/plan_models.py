@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxops
@@ -24,9 +25,13 @@ class Decoder(NamedTuple):
       vocabulary_parallel: whether the table is split over its words alone, so that no chip gathers it; otherwise FSDP
         splits its features as well.
       remat: "full" keeps the input of each layer; "products" also what the matrix products give.
+      offloaded: what a layer stores in its host's memory, and computes no second time: names of `_block`.
       features_split: whether the tensor axis also splits what passes from layer to layer, as MaxText's rules have it.
       parts: of the queries, in attention; a part, of at least 512, sees only the keys up to its last query.
+      groups_in_turn: whether attention takes the heads of one key after those of another, so that as little is held at
+        once as flash attention holds; where the tensor axis splits no heads.
       average: whether the optimizer is the demo's, which keeps a moving average of the weights.
+      weight_dtype: of parameters and of what the optimizer keeps.
     """
 
     vocabulary: int
@@ -45,7 +50,10 @@ class Decoder(NamedTuple):
     remat: str = "full"
     features_split: bool = False
     parts: int = 4
+    groups_in_turn: bool = False
     average: bool = False
+    offloaded: tuple[str, ...] = ()
+    weight_dtype: Any = jnp.float32
 
     @property
     def tokens(self) -> int:
@@ -80,7 +88,7 @@ def weights(model: Decoder) -> Tree:
     """The types of the parameters; those of the layers are stacked."""
 
     def array(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+        return jax.ShapeDtypeStruct(sizes, model.weight_dtype)
 
     depth, width, size = model.depth, model.width, model.head_size
     blocks = {
@@ -163,12 +171,23 @@ def _loss(model: Decoder, params: Tree, tokens: jax.Array) -> jax.Array:
         _split(params[name].astype(jnp.bfloat16), *spec) for name in ("table", "table" if model.tied else "head")
     )
     x = _split(_rms_norm(jaxops.embedding(table, tokens[:, :-1])), ROWS)
-    policies = {"full": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    block = jax.checkpoint(functools.partial(_block, model), policy=policies[model.remat])
+    block = jax.checkpoint(functools.partial(_block, model), policy=_policy(model))
     x, _ = jax.lax.scan(block, x, params["blocks"])
     rows = model.tokens // model.accumulation
     chunks = functools.partial(jaxops.linear_cross_entropy, strategy="grad_in_forward", chunk_rows=max(1, rows // 16))
     return chunks(_split(_rms_norm(x), ROWS), head, tokens[:, 1:])
+
+
+def _policy(model: Decoder) -> Any:
+    """What a layer keeps for its gradient."""
+    if model.offloaded:
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(model.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return {"full": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[model.remat]
 
 
 def _block(model: Decoder, x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
@@ -177,13 +196,15 @@ def _block(model: Decoder, x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
     layer = {
         name: _split(weight.astype(jnp.bfloat16), *names.get(name, (None, "tensor"))) for name, weight in layer.items()
     }
+    x = checkpoint_name(x, "layer_input")
     normal = _rms_norm(x)
     query, key, value = (
-        _split(jnp.einsum("bsw,whd->bshd", normal, layer[name]), ROWS, None, "tensor")
+        checkpoint_name(_split(jnp.einsum("bsw,whd->bshd", normal, layer[name]), ROWS, None, "tensor"), name)
         for name in ("query", "key", "value")
     )
-    mixed = _attention(query, key, value, model.parts)
-    x = _split(x + _passed(model, jnp.einsum("bshd,hdw->bsw", mixed, layer["out"])), *_residual(model))
+    mixed = (_attention_in_turn if model.groups_in_turn else _attention)(query, key, value, model.parts)
+    out = checkpoint_name(_passed(model, jnp.einsum("bshd,hdw->bsw", mixed, layer["out"])), "out")
+    x = _split(x + out, *_residual(model))
     normal = _rms_norm(x)
     hidden = _split(normal @ layer["mlp_in"], ROWS, None, "tensor")
     hidden = hidden * jax.nn.silu(normal @ layer["gate"]) if model.gated else jnp.square(jax.nn.relu(hidden))
@@ -219,6 +240,20 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, parts_count: 
         for start in range(0, length, size)
     ]
     return jnp.concatenate(parts, axis=1)
+
+
+def _attention_in_turn(query: jax.Array, key: jax.Array, value: jax.Array, parts_count: int) -> jax.Array:
+    """Attention of one group of heads after another."""
+    groups = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+
+    @jax.checkpoint
+    def group(operands: tuple[jax.Array, ...]) -> jax.Array:
+        return _attention(*operands, parts_count)
+
+    mixed = jax.lax.map(
+        group, (jnp.moveaxis(groups, 2, 0), *(jnp.moveaxis(x, 2, 0)[..., None, :] for x in (key, value)))
+    )
+    return jnp.moveaxis(mixed, 0, 2).reshape(query.shape)
 
 
 def _rms_norm(x: jax.Array) -> jax.Array:

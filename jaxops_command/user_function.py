@@ -1,6 +1,7 @@
 """Functions in a user's own file, as the command line names them, with arguments to trace them with."""
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import os
@@ -40,12 +41,16 @@ def load(location: str, arguments: Sequence[str] = ()) -> tuple[Callable[..., An
 
 def load_with(
     location: str, arguments: Sequence[str], companion: str
-) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None]:
-    """Loads a function, its arguments, and the file's FUNCTION_companion, else companion; None if it has neither."""
-    module, fn = _loaded(location)
+) -> tuple[Any, tuple[Any, ...], Callable[..., Any] | None]:
+    """Loads a function, its arguments, and the file's FUNCTION_companion, else companion; None if it has neither.
+
+    With a companion, FUNCTION may be a dict of functions.
+    """
+    module, fn = _loaded(location, may_be_several=bool(companion))
     name = location.rpartition(":")[2]
     args = tuple(_parse(argument) for argument in arguments) or _example_arguments(module, name)
-    _require_callable_with(fn, name, args)
+    for one in fn.values() if isinstance(fn, Mapping) else [fn]:
+        _require_callable_with(one, name, args)
     return fn, args, _companion(module, name, companion)
 
 
@@ -103,14 +108,17 @@ def device_trouble() -> str:
     return ""
 
 
-def _loaded(location: str) -> tuple[ModuleType, Callable[..., Any]]:
+def _loaded(location: str, may_be_several: bool = False) -> tuple[ModuleType, Any]:
     path, name = file_and_name(location)
     file = str(path)
     module = run_user_code(file, "be importable", lambda: _import(path))
     fn = getattr(module, name, None)
-    if not callable(fn):
-        raise CommandError(f"FILE.py:FUNCTION must name a function of {file}; got {name!r}")
-    run_user_code(location, "be a function", lambda: require_function(fn))
+    several = list(fn.values()) if may_be_several and isinstance(fn, Mapping) else [fn]
+    if not several or not all(map(callable, several)):
+        kind = "a function, or a dict of functions," if may_be_several else "a function"
+        raise CommandError(f"FILE.py:FUNCTION must name {kind} of {file}; got {name!r}")
+    for one in several:
+        run_user_code(location, "be a function", functools.partial(require_function, one))
     return module, fn
 
 

@@ -1,5 +1,6 @@
 """Explains which implementation each operator in a function takes on a target, and why it takes no other."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -86,6 +87,13 @@ class OperatorUse:
     choice: Choice
     split: str
     shared_by: int
+
+    def reference(self) -> Jaxpr:
+        """Traces what the operator means, in plain JAX."""
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.operands]
+        mesh_axes = list(register.mesh_of(self.operands).shape.items())
+        meaning = functools.partial(self.operator.meaning, **self.params)
+        return jax.make_jaxpr(meaning, axis_env=mesh_axes)(*shapes).jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +290,15 @@ def _require_kernels(uses: Sequence[OperatorUse], hardware: Hardware) -> None:
         )
 
 
+def product_flops(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> dict[str, int]:
+    """Counts the flops of a function's matrix products by kind, those that its operators mean too."""
+    found = collections.Counter(cost.matmul_flops(jaxpr, hardware.platform))
+    for use in operator_uses(jaxpr, args, hardware):
+        for kind, flops in cost.matmul_flops(use.reference(), hardware.platform).items():
+            found[kind] += use.count * flops
+    return dict(found)
+
+
 def operator_uses(jaxpr: Jaxpr, args: Any, hardware: Hardware) -> Iterator[OperatorUse]:
     """Yields every use of an operator in a function of these arguments, in order."""
     device_count = max((_device_count(leaf) for leaf in jax.tree.leaves(args)), default=1)
@@ -304,10 +321,7 @@ def _uses(jaxpr: Jaxpr, count: int, hardware: Hardware, device_count: int) -> It
 
 
 def _row(use: OperatorUse, hardware: Hardware) -> Row:
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in use.operands]
-    mesh_axes = list(register.mesh_of(use.operands).shape.items())
-    meaning = functools.partial(use.operator.meaning, **use.params)
-    reference = jax.make_jaxpr(meaning, axis_env=mesh_axes)(*shapes).jaxpr
+    reference = use.reference()
     matmul_flops = cost.matmul_flops(reference, hardware.platform)
     moved_bytes = cost.read_bytes(reference) + cost.array_bytes(use.results)
     seconds, bound = _roofline(hardware, matmul_flops, moved_bytes)

@@ -29,6 +29,7 @@ class Memory:
       aliased: what is part of both.
       temporaries: everything else, without the code.
       at_once: what a TPU's compiler says lives at the same time, where that is known.
+      host: temporaries in the memory of the host, such as activations that `jax.checkpoint` offloads.
     """
 
     arguments: int
@@ -36,6 +37,7 @@ class Memory:
     aliased: int
     temporaries: int
     at_once: int | None = None
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -140,6 +142,8 @@ class CompiledReport:
         table.add_column(justify="right")
         for name in ("arguments", "outputs", "aliased", "temporaries", "peak"):
             table.add_row(f"{name}, bytes", f"{getattr(self.memory, name):,}")
+        if self.memory.host:
+            table.add_row("temporaries of the host, bytes", f"{self.memory.host:,}")
         for name, count in self.kernels.items():
             table.add_row(f"kernel {name}", str(count))
         for resources in self.gpu_resources:
@@ -166,6 +170,7 @@ def compiled_facts(compiled: Any, seconds: float) -> dict[str, Any]:
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "at_once": memory.peak_memory_in_bytes,
+            "host": memory.host_temp_size_in_bytes,
         },
         # Leave out single operands, such as "bytes accessed3{}", and negative values: the compiler could not estimate
         # those.

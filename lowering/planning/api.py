@@ -1,6 +1,7 @@
 """Plans where a function could run: compiles it for every slice and mesh, and reads what that takes."""
 
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -12,17 +13,18 @@ import jax
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from rich.progress import TaskID
 
-from lowering import cost
 from lowering.compiling.compile import CompileError, availability, compile
 from lowering.describe import opening, show
 from lowering.errors import UsageError
+from lowering.explain import product_flops
 from lowering.functions import named_as, with_changes
 from lowering.measuring.timing import progress_bar
 from lowering.planning import cache as kept
 from lowering.planning import hlo, links
 from lowering.planning.cases import Case, PlanError, UnevenError, cases, placed
 from lowering.planning.collectives import Collective, collectives
-from lowering.planning.products import product_flops
+from lowering.planning.host import host_copies
+from lowering.planning.products import compiled_product_flops
 from lowering.planning.report import Plan, Row, TimedCollective, mesh_text, ordered
 from lowering.schedule.report import Schedule
 from lowering.static_leaves import of_arrays
@@ -40,7 +42,7 @@ _TOO_LARGE = (
 
 
 def plan(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     *args: Any,
     targets: Sequence[str],
     meshes: Sequence[Mapping[str, int]],
@@ -55,15 +57,16 @@ def plan(
 
     No chip is needed: each slice's real compiler runs here, as for `lowering.compile`. A step takes at least
 
-        max(matmul flops / rate, bytes in memory / bandwidth, bytes on links / links' rates)
+        max(matmul flops / rate, bytes in memory / bandwidth, bytes on links / links' rates, bytes offloaded / PCIe)
 
-    which is `bound_seconds` of a row; `serial_seconds` is the sum of the three. What it takes beyond is unknown:
+    which is `bound_seconds` of a row; `serial_seconds` is the sum of the four. What it takes beyond is unknown:
     stragglers, latencies, input from the host, and what XLA's fusions really read. What was compiled is kept, so the
     same plan costs nothing the next time, and one that the budget has stopped goes on.
 
     Args:
       fn: a step, jitted or not. Donated arguments stay donated. It may name the mesh's axes in
-        `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`.
+        `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`. Or several by name, such as one step for each policy
+        of `jax.checkpoint`: all are planned, and a row names its own as `variant`.
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or pytrees of them.
       targets: slices, such as "tpu-v5e:4x4" or "cuda-h100:64", or single chips.
       meshes: the sizes of the axes, by name; -1 takes what the other axes leave. A mesh is planned on every target that
@@ -89,25 +92,36 @@ def plan(
           ...
       lowering.planning.cases.PlanError: plan: meshes must have as many devices as a target; ...
     """
-    fn, args = of_arrays(fn, args)
-    found = cases(targets, meshes)
+    variants = _variants(fn, args)
+    found = list(itertools.product(cases(targets, meshes), variants))
     _require_numbers(tokens, price_per_chip_hour, budget_seconds)
     folder = kept.folder(cache)
-    jitted = fn if hasattr(fn, "trace") else jax.jit(with_changes(fn))
     deadline = time.monotonic() + budget_seconds
     rows: list[Row] = []
     left = 0
     with progress_bar(len(found), progress) as bar:
-        for case in found:
-            bar.update(TaskID(0), description=f"{case.name} {mesh_text(case.mesh.shape)}")
-            row = _row(jitted, args, case, shardings, folder, deadline)
+        for case, (variant, jitted, arrays) in found:
+            bar.update(TaskID(0), description=f"{case.name} {mesh_text(case.mesh.shape)} {variant}")
+            row = _row(jitted, arrays, case, shardings, folder, deadline)
             if row is None:
                 left += 1
             else:
+                row = dataclasses.replace(row, variant=variant)
                 rows.append(_with_rates(row, case, tokens, price_per_chip_hour or {}))
             bar.advance(TaskID(0))
     stopped = f"stopped at the time budget: {left} of {len(found)} left" if left else ""
     return Plan(ordered(rows), stopped)
+
+
+def _variants(fn: Any, args: tuple[Any, ...]) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Returns the functions to plan, jitted, with their names and arguments; a function alone has no name."""
+    if isinstance(fn, Mapping) and not (fn and all(isinstance(name, str) and name for name in fn)):
+        raise PlanError(f"plan: fn must be a function, or a dict of functions by name; got {show(fn)}")
+    given = {name: of_arrays(one, args) for name, one in (fn if isinstance(fn, Mapping) else {"": fn}).items()}
+    return [
+        (name, one if hasattr(one, "trace") else jax.jit(with_changes(one)), arrays)
+        for name, (one, arrays) in given.items()
+    ]
 
 
 def _require_numbers(tokens: Any, prices: Any, budget_seconds: Any) -> None:
@@ -156,7 +170,7 @@ def _row(
         record = _compiled(_alone(jitted, traced, case.mesh) if case.mesh.size == 1 else jitted, types, case)
         record["compile_seconds"] = time.perf_counter() - began
         kept.write(folder, name, record)
-    return _of_record(empty, record, cost.matmul_flops(traced.jaxpr.jaxpr, case.target.hardware.platform), case)
+    return _of_record(empty, record, product_flops(traced.jaxpr.jaxpr, types, case.target.hardware), case)
 
 
 def _alone(jitted: Any, traced: Any, mesh: AbstractMesh) -> Any:
@@ -192,9 +206,10 @@ def _compiled(jitted: Any, types: Sequence[Any], case: Case) -> dict[str, Any]:
     return {
         "memory": dataclasses.asdict(report.memory),
         "memory_bytes": report.memory.peak,
-        "product_flops": product_flops(program),
+        "product_flops": compiled_product_flops(program),
         "collectives": [dataclasses.asdict(one) for one in collectives(program, dict(case.mesh.shape))],
         "unknown_loops": program.unknown_loops,
+        "host_copies": host_copies(program),
         "replayed_us": _replayed_us(_schedule(jitted, types, case)),
     }
 
@@ -210,7 +225,7 @@ def _schedule(jitted: Any, types: Sequence[Any], case: Case) -> Schedule | None:
 
 
 def _replayed_us(schedule: Schedule | None) -> float | None:
-    return None if schedule is None else schedule.total_us
+    return None if schedule is None or schedule.unknown else schedule.total_us
 
 
 def _of_record(empty: Row, record: Mapping[str, Any], flops: Mapping[str, int], case: Case) -> Row:
@@ -241,8 +256,12 @@ def _of_record(empty: Row, record: Mapping[str, Any], flops: Mapping[str, int], 
         return row
     moved = memory["arguments"] + memory["outputs"] + 2 * memory["temporaries"]
     bandwidth = case.target.hardware.memory_bytes_per_s
+    offloaded = sum(record["host_copies"])
+    to_host, _ = links.HOST_LINKS.get(case.target.hardware.name, (None, ""))
     return dataclasses.replace(
         row,
+        host_bytes=offloaded,
+        host_seconds=None if to_host is None else offloaded / to_host,
         memory_seconds=None if bandwidth is None else moved / bandwidth,
         link_seconds=sum(one.seconds for one in found),
     )
@@ -280,8 +299,12 @@ def _remarks(record: Mapping[str, Any], repeated: float, case: Case) -> tuple[st
         remarks.append(f"{where}: each chip computes {repeated:.1f} times its share of the products; {cure}")
     if record.get("unknown_loops"):
         remarks.append(f"{case.name}: loops whose turns data decides count as one turn: {len(record['unknown_loops'])}")
+    chip = case.target.hardware.name
     if case.target.device_count > 1:
-        remarks.append(f"{case.target.hardware.name}'s links: {links.LINKS[case.target.hardware.name].source}")
+        remarks.append(f"{chip}'s links: {links.LINKS[chip].source}")
+    if any(record.get("host_copies", ())):
+        _, source = links.HOST_LINKS.get(chip, (None, "its rate is not published"))
+        remarks.append(f"{chip}'s link to its host: {source}")
     return tuple(remarks)
 
 

@@ -20,7 +20,7 @@ from lowering.describe import file_fault, show
 from lowering.planning.cases import Case, PlanError
 from lowering.select import current_selection
 
-_FORMAT = 1  # of the records; a change makes old ones unused
+_FORMAT = 2  # of the records; a change makes old ones unused
 
 
 def folder(given: str | Path | None) -> Path:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 _HEADER = re.compile(r"^(ENTRY )?%(\S+) \(")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
@@ -85,29 +85,69 @@ class Program:
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
         """The loops of which the text does not say how often they turn; they count as one turn."""
-        loops = (one for lines in self.computations.values() for one in lines.values() if one.opcode == "while")
-        return tuple(one.name for one in loops if self._trips(one) is None)
+        return tuple(
+            one.name
+            for lines in self.computations.values()
+            for one in lines.values()
+            if one.opcode == "while" and self._trips(one, lines) is None
+        )
+
+    def least(self, amount: Callable[[Mapping[str, Instruction]], int]) -> int:
+        """Adds up an amount of each computation, as often as it runs at least.
+
+        Of branches, the one with the least of it counts, and a loop whose turns data decides does not.
+        """
+
+        @functools.cache
+        def total(name: str) -> int:
+            lines = self.computations[name]
+            found = amount(lines)
+            for instruction in lines.values():
+                called = [total(one) for one in _called(instruction) if one in self.computations]
+                if instruction.opcode == "conditional":
+                    found += min(called, default=0)
+                else:
+                    turns = self._trips(instruction, lines) or 0 if instruction.opcode == "while" else 1
+                    found += turns * sum(called)
+            return found
+
+        return total(self.entry)
 
     def _runs(self, name: str, whole: str, count: int) -> Iterator[tuple[str, str, int]]:
         yield name, whole, count
-        for instruction in self.computations[name].values():
-            turns = self._trips(instruction) or 1 if instruction.opcode == "while" else 1
+        lines = self.computations[name]
+        for instruction in lines.values():
+            turns = self._trips(instruction, lines) or 1 if instruction.opcode == "while" else 1
             for called in _called(instruction):
                 if called in self.computations:
                     yield from self._runs(called, whole if instruction.opcode == "fusion" else called, count * turns)
 
-    def _trips(self, loop: Instruction) -> int | None:
-        """Returns how often a loop turns: as the compiler notes it, or as its condition compares a counter from 0."""
+    def _trips(self, loop: Instruction, lines: Mapping[str, Instruction]) -> int | None:
+        """Returns how often a loop turns: as the compiler notes it, or as its condition compares a counter."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
         if noted:
             return int(noted)
         condition = self.computations.get(loop.attribute(r"\bcondition=%([^\s,)}]+)") or "", {})
-        limits = [
-            int(found[0])
-            for one in condition.values()
-            if one.opcode == "constant" and not one.arrays[0].shape and (found := _CONSTANT.match(one.rest))
-        ]
-        return limits[0] if len(limits) == 1 else None
+        limits = [limit for one in condition.values() if (limit := _constant(one)) is not None]
+        return limits[0] - _start(loop, condition, lines) if len(limits) == 1 else None
+
+
+def _start(loop: Instruction, condition: Mapping[str, Instruction], lines: Mapping[str, Instruction]) -> int:
+    """Returns where a loop's counter starts: not at 0, if the compiler has taken a turn out of the loop."""
+    scalars = [one for one in condition.values() if one.opcode == "get-tuple-element" and not one.arrays[0].shape]
+    carried = lines.get(loop.operands[0])
+    if len(scalars) != 1 or carried is None or carried.opcode != "tuple":
+        return 0
+    counter = lines.get(carried.operands[int(scalars[0].attribute(r"\bindex=(\d+)") or 0)])
+    while counter is not None and counter.opcode in ("copy", "bitcast"):
+        counter = lines.get(counter.operands[0])
+    return (counter and _constant(counter)) or 0
+
+
+def _constant(one: Instruction) -> int | None:
+    """Returns the value of a constant that is a whole number."""
+    found = _CONSTANT.match(one.rest) if one.opcode == "constant" and not one.arrays[0].shape else None
+    return int(found[0]) if found else None
 
 
 def parse(text: str) -> Program:

@@ -1,4 +1,4 @@
-"""The links between chips, at their published rates, and the least time that a collective needs on them.
+"""The links between chips and to hosts, at their published rates, and the least time that a collective needs on them.
 
 A time here is a bound: every link of a group at its full rate in both directions, no latency, no header, no collision
 with another group. Chips lie on a slice in the order of the mesh, its last axis along the slice's last.
@@ -100,6 +100,20 @@ LINKS: dict[str, Torus | Switched] = {
     "cuda-h200": dataclasses.replace(_H100, source=f"{_NVIDIA}/h200 (NVLink 900 GB/s), DGX H200: eight 400 Gb/s ports"),
     "cuda-b200": Switched(900e9, 50e9, True, f"{_NVIDIA}/dgx-b200 (NVLink 1.8 TB/s, eight 400 Gb/s ports)"),
     "cuda-a100": Switched(300e9, 25e9, False, f"{_NVIDIA}/a100 (NVLink 600 GB/s), DGX A100: eight 200 Gb/s ports"),
+}
+
+
+_SCALING = "https://jax-ml.github.io/scaling-book/tpus (PCIe of a chip: 32 GB/s on v6e, about half on v5)"
+_PCIE = "PCIe 5.0 x16, 128 GB/s both ways"
+# Between a chip and its host, in one direction: bytes in a second, and where that is published.
+HOST_LINKS = {
+    "tpu-v5e": (16e9, _SCALING),
+    "tpu-v5p": (16e9, _SCALING),
+    "tpu-v6e": (32e9, _SCALING),
+    "cuda-h100": (64e9, f"{_NVIDIA}/h100 ({_PCIE})"),
+    "cuda-h200": (64e9, f"{_NVIDIA}/h200 ({_PCIE})"),
+    "cuda-b200": (64e9, f"{_NVIDIA}/dgx-b200 ({_PCIE})"),
+    "cuda-a100": (32e9, f"{_NVIDIA}/a100 (PCIe 4.0 x16, 64 GB/s both ways)"),
 }
 
 

@@ -18,6 +18,14 @@ _REMARKS = (
 )
 
 
+_TIMES = {
+    "matmul": "matmul_seconds",
+    "memory": "memory_seconds",
+    "links": "link_seconds",
+    "host": "host_seconds",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class TimedCollective(Collective):
     """A collective, and the least time that all its runs in one step need on the published links.
@@ -37,6 +45,7 @@ class Row:
       target: the slice, such as "tpu-v5e:16x16".
       mesh: the sizes of its axes.
       devices: of the whole slice.
+      variant: the name of the function, where several are planned.
       fits: whether the memory suffices; None if the compiler refuses the function for another reason.
       memory_bytes: what the program needs at its peak, or what the compiler says it would need.
       memory_limit_bytes: what the chip has, or what the compiler says it has.
@@ -45,7 +54,9 @@ class Row:
       matmul_seconds: these at the published rate.
       memory_seconds: to read arguments, to write results, and to write and read temporaries, once each.
       link_seconds: of all collectives, one after the other.
-      replayed_seconds: by the compiler's own schedule, for a single TPU whose schedule can be replayed.
+      host_bytes: that are stored in the host's memory and read from there.
+      host_seconds: of these, one after the other, at the published rate; None where none is published.
+      replayed_seconds: by the compiler's own schedule, for a single TPU if all of its schedule can be replayed.
       tokens_per_second: of the whole slice at `bound_seconds`; None without `tokens`.
       cost_per_step: of the whole slice at `bound_seconds`; None without a price.
       compile_seconds: what it took to lower and compile.
@@ -64,12 +75,20 @@ class Row:
     matmul_seconds: float | None = None
     memory_seconds: float | None = None
     link_seconds: float | None = None
+    host_bytes: int = 0
+    host_seconds: float | None = None
     replayed_seconds: float | None = None
     tokens_per_second: float | None = None
     cost_per_step: float | None = None
     compile_seconds: float = 0.0
     refusal: str = ""
     remarks: tuple[str, ...] = ()
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """The slice, the mesh and the variant on one line."""
+        return " ".join(filter(None, (self.target, mesh_text(self.mesh), self.variant)))
 
     @property
     def spare_bytes(self) -> int | None:
@@ -80,8 +99,8 @@ class Row:
 
     @property
     def times(self) -> dict[str, float]:
-        """The known times by what takes them: "matmul", "memory" and "links"."""
-        times = {"matmul": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
+        """The known times by what takes them: "matmul", "memory", "links" and "host"."""
+        times = {name: getattr(self, field) for name, field in _TIMES.items()}
         return {name: seconds for name, seconds in times.items() if seconds is not None}
 
     @property
@@ -139,13 +158,16 @@ class Plan:
         table = Table(title=title, title_justify="left")
         table.add_column("target and mesh", no_wrap=True)
         table.add_column("fits", no_wrap=True)
-        for name in ("GB", "spare GB", "matmul", "HBM", "links", "bound", "in turn", "tokens/s", "cost"):
+        offloads = any(row.host_bytes for row in self.rows)
+        columns = ["GB", "spare GB", "matmul", "HBM", "links", *["host"] * offloads, "bound", "in turn"]
+        for name in (*columns, "tokens/s", "cost"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             memory = [_gigabytes(size) for size in (row.memory_bytes, row.spare_bytes)]
-            times = [row.matmul_seconds, row.memory_seconds, row.link_seconds, row.bound_seconds, row.serial_seconds]
+            times = [row.matmul_seconds, row.memory_seconds, row.link_seconds, *[row.host_seconds] * offloads]
+            times += [row.bound_seconds, row.serial_seconds]
             table.add_row(
-                f"{row.target}\n  {mesh_text(row.mesh)}",
+                "\n  ".join(filter(None, (row.target, mesh_text(row.mesh), row.variant))),
                 "refused" if row.fits is None else "yes" if row.fits else "no",
                 *memory,
                 *map(_time, times),
@@ -157,14 +179,14 @@ class Plan:
     @property
     def remarks(self) -> list[str]:
         """The lines below the table."""
-        refused = [f"{row.target} {mesh_text(row.mesh)}: {row.refusal}" for row in self.rows if row.refusal]
+        refused = [f"{row.name}: {row.refusal}" for row in self.rows if row.refusal]
         return [*refused, *_REMARKS, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
 
     def __str__(self) -> str:
         return tables.text(self.table(), self.remarks)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws memory and times as bars, a row for each slice and mesh with a program.
+        """Draws memory and times as bars, a row for each slice, mesh and variant with a program.
 
         Args:
           path: where to save the picture; by default nowhere.
@@ -175,7 +197,7 @@ class Plan:
         from matplotlib.figure import Figure
 
         rows = [row for row in self.rows if row.memory_bytes is not None]
-        names = [f"{row.target} {mesh_text(row.mesh)}" for row in rows]
+        names = [row.name for row in rows]
         figure = Figure(figsize=(11, 1.2 + 0.35 * len(rows)), layout="constrained")
         memory, times = figure.subplots(1, 2, sharey=True)
         memory.barh(
@@ -187,7 +209,7 @@ class Plan:
         memory.set_xscale("log")
         memory.legend()
         left = [0.0] * len(rows)
-        for name in ("matmul", "memory", "links"):
+        for name in [name for name in _TIMES if any(row.times.get(name) for row in rows)]:
             seconds = [row.times.get(name, 0.0) for row in rows]
             times.barh(names, seconds, left=left, label=name)
             left = [before + more for before, more in zip(left, seconds, strict=True)]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import lowering
@@ -106,3 +107,47 @@ def test_plan_of_one_chip_may_name_the_mesh_and_donates(chip, tmp_path):
     options = {"targets": [chip], "meshes": [{"fsdp": 1}], "shardings": fsdp, "cache": tmp_path}
     apart, donated = (lowering.plan(fn, weights, x, **options).rows[0] for fn in fns)
     assert donated.memory_bytes < apart.memory_bytes
+
+
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("tpu-v6e:2x2", marks=pytest.mark.tpu_compile),
+        pytest.param("cuda-h100:4", marks=pytest.mark.cuda_compile),
+    ],
+    indirect=True,
+)
+def test_plan_of_policies_says_what_offloading_stores_and_reads(chip, tmp_path):
+    rows, width = 2048, 512
+    policies = {
+        "keep": jax.checkpoint_policies.everything_saveable,
+        "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["layer_input"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+
+    def step_with(policy):
+        def layer(x, weight):
+            x = checkpoint_name(x, "layer_input")
+            return x + jax.nn.relu(x @ weight), None
+
+        def loss(weights, x):
+            return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0].astype(jnp.float32))
+
+        return jax.grad(loss)
+
+    variants = {name: step_with(policy) for name, policy in policies.items()}
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((DEPTH, width, width), (4 * rows, width))]
+    options = {"shardings": lambda mesh: (P(), P("data")), "cache": tmp_path}
+    plan = lowering.plan(variants, *types, targets=[chip], meshes=[{"data": 4}], **options)
+    found = {row.variant: row for row in plan.rows}
+    assert found["keep"].host_bytes == 0
+    # Each layer's input goes to the host, and comes back.
+    assert found["offload"].host_bytes == 2 * DEPTH * rows * width * 2
+    assert found["offload"].host_seconds == pytest.approx(
+        found["offload"].host_bytes / {"tpu-v6e:2x2": 32e9, "cuda-h100:4": 64e9}[chip]
+    )
+    assert found["offload"].memory_bytes < 0.8 * found["keep"].memory_bytes

@@ -10,11 +10,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxops
 import lowering
 from lowering.compiling.report import Memory
 from lowering.planning import api, hlo, links
 from lowering.planning.collectives import Collective, collectives
-from lowering.planning.products import product_flops
+from lowering.planning.host import host_copies
+from lowering.planning.products import compiled_product_flops
 from lowering.targets import parse
 
 # A loop of six turns that gathers, with steps of one asynchronous gather; and at the end all kinds of groups.
@@ -100,11 +102,50 @@ def test_collectives_of_a_start_and_of_numbered_groups():
 
 def test_flops_count_turns_and_no_holes():
     # Attention's scores, 16 products of 128x32 by 32x128, are a convolution to a TPU; its window meets mostly holes.
-    assert product_flops(hlo.parse(PROGRAM)) == 6 * 2 * 8 * 8 * 64 + 2 * 16 * 128 * 128 * 32
+    assert compiled_product_flops(hlo.parse(PROGRAM)) == 6 * 2 * 8 * 8 * 64 + 2 * 16 * 128 * 128 * 32
+
+
+# As TPUs and GPUs store and read slices, six turns, and as they copy whole arrays, once.
+OFFLOADING = PROGRAM.replace(
+    "  %dot.1 = ",
+    """  %stored = ((bf16[6,8,16]{2,1,0:T(8,128)S(5)}, bf16[1,8,16]{2,1,0}, s32[]), bf16[6,8,16]{2,1,0:S(5)}, u32[]) \
+dynamic-update-slice-start(%x)
+  %read = ((bf16[6,8,16]{2,1,0:S(5)}, s32[]), bf16[1,8,16]{2,1,0:T(8,128)}, u32[]{:S(2)}) fusion-start(%x), kind=kCustom
+  %near = (bf16[8,16]{1,0:S(1)}, bf16[8,16]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %dot.1 = """,
+).replace(
+    "  %scatter = ",
+    """  %state = (f32[8,2,4]{2,1,0}, f32[8,2,4]{2,1,0:S(5)}, u32[]{:S(2)}) copy-start(%y)
+  %kept = (f32[2,4]{1,0:S(5)}, f32[2,4]{1,0}, u32[]{:S(2)}) copy-start(%y)
+  %scatter = """,
+)
+
+
+def test_flops_of_branches_are_those_of_the_cheapest():
+    branches = "  %chosen = f32[8,8]{1,0} conditional(%i, %x, %y), branch_computations={%body, %fused_async.2}\n"
+    program = hlo.parse(PROGRAM.replace("  %scatter = ", f"{branches}  %scatter = "))
+    assert compiled_product_flops(program) == compiled_product_flops(hlo.parse(PROGRAM))
+    both = hlo.parse(PROGRAM.replace("  %scatter = ", f"{branches.replace('fused_async.2', 'body')}  %scatter = "))
+    assert compiled_product_flops(both) == compiled_product_flops(hlo.parse(PROGRAM)) + 2 * 8 * 8 * 64
+
+
+def test_copies_to_the_host_count_turns_and_directions():
+    assert host_copies(hlo.parse(PROGRAM)) == (0, 0)
+    assert host_copies(hlo.parse(OFFLOADING)) == (6 * 2 * 8 * 16 + 4 * 2 * 4, 6 * 2 * 8 * 16 + 4 * 8 * 2 * 4)
+
+
+def test_a_loop_of_which_a_turn_was_taken_out_turns_less_often():
+    carried = """  %one = s32[] constant(1)
+  %counter = s32[]{:T(128)} copy(%one)
+  %carried = (s32[], bf16[8,16]{1,0}) tuple(%counter, %x)
+  %while.1 = """
+    program = hlo.parse(PROGRAM.replace("  %while.1 = ", carried).replace("while(%x)", "while(%carried)"))
+    assert next(one.count for one in collectives(program, MESH) if one.kind == "all-gather") == 5
 
 
 def test_a_loop_that_data_decides_is_named():
     program = hlo.parse(PROGRAM.replace("constant(6)", "parameter(1)"))
+    assert compiled_product_flops(program) == 2 * 16 * 128 * 128 * 32
     assert program.unknown_loops == ("while.1",)
     assert collectives(program, MESH)[0].count == 1
 
@@ -124,7 +165,7 @@ def test_a_compiled_program_has_the_flops_and_the_gathers_of_its_loop():
 
     text = jax.jit(fn).lower(split((8, 16), "data"), split((5, 16, 16), None, None, "tensor")).compile().as_text()
     program = hlo.parse(text)
-    assert product_flops(program) == 5 * 2 * (8 // 2) * 16 * (16 // 4)
+    assert compiled_product_flops(program) == 5 * 2 * (8 // 2) * 16 * (16 // 4)
     gathers = [one for one in collectives(program, MESH) if one.kind == "all-gather" and one.axes == ("tensor",)]
     assert sum(one.count * one.bytes for one in gathers) == 5 * 4 * (8 // 2) * 16
 
@@ -203,7 +244,7 @@ def test_plan_has_a_row_for_each_slice_and_mesh(compiled, tmp_path):
     # Arguments and results once, temporaries twice: 4 GB at 819 GB/s.
     assert first.memory_seconds == pytest.approx(4e9 / 819e9)
     # The gradient's product is less than what the program's own lines have.
-    assert first.matmul_flops == product_flops(hlo.parse(PROGRAM)) > 2 * 2 * 64 * 256 * 512 / 8
+    assert first.matmul_flops == compiled_product_flops(hlo.parse(PROGRAM)) > 2 * 2 * 64 * 256 * 512 / 8
     assert first.matmul_seconds == pytest.approx(first.matmul_flops / 197e12)
     assert first.bound == "memory"
     assert first.bound_seconds == max(first.times.values())
@@ -237,6 +278,29 @@ def test_plan_keeps_what_was_compiled_and_goes_on_after_its_budget(compiled, tmp
     lowering.plan(step, WEIGHT, X, **{**options, "shardings": None})
     lowering.plan(step, WEIGHT, jax.ShapeDtypeStruct((32, 256), jnp.float32), **options)
     assert len(compiled) == 12
+
+
+def test_plan_of_several_functions_says_which_fits_and_is_fastest(compiled, monkeypatch, tmp_path):
+    def compile(fn, *args, target):
+        temporaries = {"step": 10**11, "offloading": 10**9}[fn.__name__]
+        return types.SimpleNamespace(memory=Memory(10**9, 0, 0, temporaries), hlo=OFFLOADING)
+
+    def offloading(weight, x):
+        return 1 * step(weight, x)
+
+    monkeypatch.setattr(api, "compile", compile)
+    variants = {"keep": step, "offload": offloading}
+    options = {"targets": ["cuda-a100:8"], "meshes": [{"data": 8}], "cache": tmp_path}
+    plan = lowering.plan(variants, WEIGHT, X, **options)
+    assert [(row.variant, row.fits) for row in plan.rows] == [("offload", True), ("keep", False)]
+    assert plan.best.name == "cuda-a100:8 data=8 offload"
+    assert plan.best.host_bytes == sum(host_copies(hlo.parse(OFFLOADING)))
+    assert plan.best.host_seconds == pytest.approx(plan.best.host_bytes / 32e9)
+    assert {"host", "links"} <= plan.best.times.keys()
+    assert " offload" in str(plan)
+    assert "PCIe 4.0" in str(plan)
+    with pytest.raises(lowering.PlanError, match=r"fn must be a function, or a dict of functions by name; got \{\}"):
+        lowering.plan({}, WEIGHT, X, **options)
 
 
 def test_plan_reads_around_a_damaged_record(compiled, tmp_path):
@@ -320,3 +384,32 @@ def test_plan_says_which_compiler_is_missing(monkeypatch, tmp_path):
     words = "targets must be chips that can be compiled for; got tpu-v5e:2x4, which needs: jaxops targets --install tpu"
     with pytest.raises(lowering.PlanError, match=words):
         lowering.plan(step, WEIGHT, X, targets=["tpu-v5e:2x4"], meshes=[{"data": 8}], cache=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "grad_in_forward"])
+def test_plan_counts_the_products_that_operators_mean(strategy, monkeypatch, tmp_path):
+    rows, features, classes = 64, 32, 100
+
+    def compile(fn, *args, target):
+        return types.SimpleNamespace(memory=Memory(0, 0, 0, 0), hlo="")
+
+    def loss(x, weight, labels):
+        return jaxops.linear_cross_entropy(
+            jnp.tanh(x @ jnp.ones((features, features))), weight, labels, strategy=strategy
+        )
+
+    monkeypatch.setattr(api, "compile", compile)
+    monkeypatch.setattr(api, "availability", lambda hardware: "can compile for")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, features), (classes, features))]
+    (row,) = lowering.plan(
+        jax.grad(loss, (0, 1)),
+        *shapes,
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        targets=["cuda-h100"],
+        meshes=[{"data": 1}],
+        cache=tmp_path,
+    ).rows
+    # Forward, and both gradients of the loss; forward, and the gradient of x, of the other product.
+    products = {"recompute": 4, "grad_in_forward": 3}[strategy]
+    assert row.matmul_flops == 2 * rows * features * (products * classes + 2 * features)
+    assert not [remark for remark in row.remarks if "share of the products" in remark]

@@ -32,6 +32,9 @@ def wrong(weight, x):
     return step(weight, x)
 
 wrong_args, wrong_shardings = step_args, 3
+
+steps = {"as it is": step, "negated": lambda weight, x: -step(weight, x)}
+steps_args, steps_shardings = step_args, step_shardings
 """
 STEP = ("plan", "user.py:step", "--mesh", "data=2,tensor=-1", "--target", "tpu-v5e:2x4", "--target", "cuda-h100:16")
 
@@ -82,6 +85,13 @@ def test_plan_prints_json_and_goes_on_where_its_budget_ended(planned):
     assert len(json.loads(run(*STEP, "--json", "--budget", "0").stdout)["rows"]) == 2
 
 
+def test_plan_of_several_functions_names_each(planned):
+    result = run("plan", "user.py:steps", *STEP[2:6], "--json")
+    assert {row["variant"] for row in json.loads(result.stdout)["rows"]} == {"as it is", "negated"}
+    assert planned == [("tpu-v5e:2x4", PartitionSpec(None, "tensor"), PartitionSpec("data"))] * 2
+    assert "negated" in run("plan", "user.py:steps", *STEP[2:6]).stdout
+
+
 def test_plan_of_a_file_without_shardings_splits_nothing(planned):
     assert run("plan", "user.py:whole", *STEP[2:6]).exit_code == 0
     assert {str(spec) for spec in planned[0][1:]} == {str(PartitionSpec())}
@@ -103,7 +113,10 @@ def test_plan_of_a_file_without_shardings_splits_nothing(planned):
         ((*STEP, "--tokens", "-4"), "tokens must be a positive integer; got -4"),
         ((*STEP, "--output", "/nowhere/plan.json"), "--output must be a file that can be written; got"),
         (("plan", "user.py:wrong", *STEP[2:]), "wrong_shardings must be a function; got int"),
-        (("plan", "user.py:nothing", *STEP[2:]), "FILE.py:FUNCTION must name a function of user.py; got 'nothing'"),
+        (
+            ("plan", "user.py:nothing", *STEP[2:]),
+            "FILE.py:FUNCTION must name a function, or a dict of functions, of user.py; got 'nothing'",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value[-2:]),
 )
