@@ -89,8 +89,8 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, LinearCrossEntropyAux]:
     """Computes the cross entropy between labels and the softmax of x weight^T + bias, without keeping the logits.
 
-    With z = x weight^T + bias (then softcap tanh(z / softcap)), lse = log sum_c exp z_c, class weights w, smoothing s
-    and V classes, the loss of a row with label y and row weight r is
+    With z = x weight^T + bias (then softcap tanh(z / softcap), then less the margin at the label), lse =
+    log sum_c exp z_c, class weights w, smoothing s and V classes, the loss of a row with label y and row weight r is
 
         r ((1 - s) w_y (lse - z_y) + s / V sum_c w_c (lse - z_c) + z_loss lse^2)
 
@@ -114,7 +114,7 @@ def linear_cross_entropy(
       label_smoothing: s, from 0 to 1. The label's target is 1 - s + s / V and that of each other class s / V, as with
         PyTorch and `optax.smooth_labels`. Flax's examples have 1 - s and s / (V - 1) instead, which is s V / (V - 1)
         here, and subtract the entropy of these targets, a constant.
-      margin: subtracted from the logit of each row's label before anything else, as in additive-margin softmax: a
+      margin: subtracted from the logit z_y of each row's label, behind the softcap, as in additive-margin softmax: a
         number, or (V,) floating point, one for each class. None means 0. It has no derivative.
       z_loss: the weight of lse^2. "mean" divides it by what the rest is divided by: with class weights by their sum
         over the rows, where Liger divides by the number of rows.

@@ -23,30 +23,38 @@ GPU_CONFIG = {"block_rows": 64, "block_columns": 64, "stages": 2, "copying": 1, 
 GPU_CONFIG |= {"vocab_splits": 3}
 
 
-def with_margin(x, weight, labels, margin):
-    """The mean loss with a margin, and its gradients of x and weight, in float64."""
+def with_margin(x, weight, labels, margin, softcap=np.inf):
+    """The mean loss with a margin behind a softcap, and its gradients of x and weight, in float64."""
     kept = labels != IGNORED
     labels = np.where(kept, labels, 0)
     x, weight, margin = np.float64(x), np.float64(weight), np.broadcast_to(np.float64(margin), weight.shape[:1])
     rows = np.arange(labels.size)
     logits = x @ weight.T
+    slope = 1.0
+    if softcap < np.inf:
+        bounded = np.tanh(logits / softcap)
+        logits, slope = softcap * bounded, 1 - bounded**2
     logits[rows, labels] -= margin[labels]
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     cotangent = np.exp(log_p)
     cotangent[rows, labels] -= 1
-    cotangent *= kept[:, None] / kept.sum()
+    cotangent *= slope * kept[:, None] / kept.sum()
     return -(log_p[rows, labels] * kept).sum() / kept.sum(), cotangent @ weight, cotangent.T @ x
 
 
-@pytest.mark.parametrize("by_class", [False, True], ids=["number", "16 bits by class"])
+@pytest.mark.parametrize(
+    ("by_class", "cap"),
+    [(False, {}), (True, {}), (False, {"softcap": 2.0})],
+    ids=["number", "16 bits by class", "behind a softcap"],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_margin_is_subtracted_from_the_logit_of_the_label(strategy, by_class, rng):
+def test_a_margin_is_subtracted_from_the_logit_of_the_label(strategy, by_class, cap, rng):
     x, weight, labels = make_case(rng, rows=(1100,), hidden=5, classes=37, ignored=0.3)
     # Which loses no digits beside logits of float32.
     margin = jnp.asarray(rng.uniform(0.1, 2, size=37), "bfloat16") if by_class else 0.35
-    loss = functools.partial(linear_cross_entropy, margin=margin, strategy=strategy, chunk_rows=300)
+    loss = functools.partial(linear_cross_entropy, margin=margin, strategy=strategy, chunk_rows=300, **cap)
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weight, labels)
-    for actual, wanted in zip((value, *gradients), with_margin(x, weight, labels, margin), strict=True):
+    for actual, wanted in zip((value, *gradients), with_margin(x, weight, labels, margin, **cap), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=1e-7)
 
 
