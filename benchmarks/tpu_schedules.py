@@ -327,13 +327,12 @@ def number(row: Mapping[str, Any]) -> str:
 def page(results: dict[str, Any]) -> str:
     """The results as a page of documentation."""
     versions = results["environment"]["versions"]
-    reached = ", ".join(f"{CHIPS[target].hbm_efficiency:.2f} ({target})" for target in TARGETS)
     lines = [
         "# Replays of this library's operators",
         "",
         "Microseconds by libtpu's schedules, replayed; no chip ran anything ([how far to trust them](schedule.md)).",
-        "Times and rooflines are at the clock and the bandwidth that chips reach. By the data sheet, what HBM binds",
-        f"would take {reached} of the time.",
+        "Times and rooflines are at the clock and the bandwidth that chips reach. Beside them stands the roofline at",
+        "those of the data sheet, which no chip reaches.",
         "The roofline counts each argument and result once, or the program's matrix products if they take longer;",
         "with a gradient, also what is read once more for it: y of softmax, x of norms and max-pool. Of a table or of",
         "log-probabilities it counts what is looked up.",
@@ -344,19 +343,21 @@ def page(results: dict[str, Any]) -> str:
         f"Written by [`benchmarks/tpu_schedules.py`](../benchmarks/tpu_schedules.py) with JAX {versions['jax']}, "
         f"{results['environment']['date']}.",
         "",
-        "| operator and operands | target | XLA | kernels | roofline | XLA by roofline | kernels by roofline "
-        "| kernels by XLA |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| operator and operands | target | XLA | kernels | roofline | by data sheet | XLA by roofline "
+        "| kernels by roofline | kernels by XLA |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for case in results["cases"]:
         name, _, target = case["name"].rpartition(" on ")
         found = case["candidates"]
         rows = [found["xla"], found.get("pallas", {})]
-        once = min((row["roofline_us"] for row in rows if "us" in row), default=None)
+        once, bound = min(((row["roofline_us"], row["bound"]) for row in rows if "us" in row), default=(None, ""))
         roofline = None if once is None else once + case["again_us"]
+        reached = CHIPS[target].clock_efficiency if bound == "MXU" else CHIPS[target].hbm_efficiency
         least = {} if roofline is None else {"us": roofline}
         ratios = [*(ratio(row, least) for row in rows), compared(rows[1], rows[0])]
-        shown = [number(row) for row in rows] + ["-" if roofline is None else f"{roofline:,.1f}"]
+        shown = [number(row) for row in rows]
+        shown += ["-", "-"] if roofline is None else [f"{roofline:,.1f}", f"{roofline * reached:,.1f}"]
         lines.append(f"| {' | '.join([name, target, *shown, *ratios])} |")
     return "\n".join(lines) + "\n"
 
