@@ -108,7 +108,7 @@ def demo(
 @app.command()
 def ops(
     operator: Annotated[
-        str | None, typer.Argument(metavar="OPERATOR", help="With --target: the operator whose operands to list.")
+        str | None, typer.Argument(metavar="OPERATOR", help="The only one; with --target, its kinds of operands.")
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="A chip: at how many of the known sizes each of its kernels is taken.")
@@ -120,11 +120,10 @@ def ops(
     Those of other installed packages are among them.
     """
     require_target(target)
-    require(target is not None or operator is None, "OPERATOR", "come with --target", str(operator))
     from jaxops_command import operators
 
     if target is None:
-        operators.ops(as_json)
+        operators.ops(operator, as_json)
     else:
         operators.evidence_on(target, operator, as_json)
 

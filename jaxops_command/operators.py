@@ -10,8 +10,10 @@ from rich.text import Text
 
 import jaxops
 from jaxops._primitive.operator import Operator
+from jaxops_command.options import CommandError
 from jaxops_command.output import show
 from jaxops_command.user_function import run_user_code
+from lowering.describe import counted, one_of
 from lowering.evidence import Summary, summaries
 from lowering.measurements import versions
 from lowering.register import load_packages
@@ -23,15 +25,16 @@ def show_versions() -> None:
     print(*(f"{name} {version}" for name, version in reversed(versions())), sep=", ")
 
 
-def ops(as_json: bool) -> None:
-    """Lists the operators."""
-    run_user_code("installed packages with operators", "be importable", load_packages)
-    records = [_describe(operator) for operator in jaxops.operators()]
+def ops(operator: str | None, as_json: bool) -> None:
+    """Lists the operators, or one of them."""
+    records = [_describe(each) for each in _operators(operator)]
     if as_json:
         print(json.dumps(records, indent=2))
         return
     caption = "derivative: own is a tangent operator, whose transpose runs a documented backward operator"
-    table = Table(title=f"{len(records)} operators", caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=counted(len(records), "operator"), caption=caption, title_justify="left", caption_justify="left"
+    )
     table.add_column("operator", no_wrap=True)
     for name in ("signature", "kernels", "derivative"):
         table.add_column(name)
@@ -43,6 +46,7 @@ def ops(as_json: bool) -> None:
 
 def evidence_on(target: str, operator: str | None, as_json: bool) -> None:
     """Lists where "auto" takes kernels on a target: for all operators, or kind by kind for one."""
+    _operators(operator)
     found = [one for one in summaries(parse(target).hardware.name) if operator in (None, one.operator)]
     if as_json:
         print(json.dumps([summary._asdict() for summary in found], indent=2))
@@ -65,6 +69,15 @@ def evidence_on(target: str, operator: str | None, as_json: bool) -> None:
             for one in kinds:
                 table.add_row(name, one.kind, *_sizes_and_times([one]))
     show(table)
+
+
+def _operators(name: str | None) -> list[Operator]:
+    """Returns the operator of this name, or all; refuses a name that none has."""
+    run_user_code("installed packages with operators", "be importable", load_packages)
+    every = jaxops.operators()
+    if name is not None and all(operator.name != name for operator in every):
+        raise CommandError(f"OPERATOR must be {one_of([operator.name for operator in every], name)}")
+    return [operator for operator in every if name in (None, operator.name)]
 
 
 def _sizes_and_times(kinds: Sequence[Summary]) -> tuple[str, str]:

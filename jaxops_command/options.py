@@ -1,6 +1,7 @@
 """Options that the subcommands of `jaxops` share, and refusals of what can be told from the words alone."""
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -43,6 +44,8 @@ DTYPES = {
 _TOPOLOGY = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}")
 _MOST_SHOWN = 160  # characters of a word in a message; a longer one is cut in the middle
 _LAST_SHOWN = 40
+_LEAST_LIKENESS = 0.7
+_NUMBERED = re.compile(r"[a-z]*\d+[a-z]*")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Function = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function to trace.")]
@@ -111,16 +114,35 @@ def shortened(text: str) -> str:
     return f"{text[: _MOST_SHOWN - _LAST_SHOWN]}...{text[-_LAST_SHOWN:]}" if is_long else text
 
 
-def require(condition: bool, subject: str, rule: str, got: str) -> None:
-    """Refuses an option with `"<subject> must <rule>; got <got>"` unless the condition holds."""
+def require(condition: bool, subject: str, rule: str, got: str, asked: str = "") -> None:
+    """Refuses an option with `"<subject> must <rule>; got <got><asked>"` unless the condition holds."""
     if not condition:
-        raise CommandError(f"{subject} must {rule}; got {shortened(got)}")
+        raise CommandError(f"{subject} must {rule}; got {shortened(got)}{asked}")
 
 
 def require_one_of(names: Iterable[Any], subject: str, got: Any) -> None:
     """Refuses what is not one of these names."""
     names = tuple(names)
-    require(got in names, subject, f"be one of {', '.join(map(str, names))}", repr(got))
+    known = [*map(str, names)]
+    require(got in names, subject, f"be one of {', '.join(known)}", repr(got), meant(str(got), known))
+
+
+def meant(word: str, known: Sequence[str]) -> str:
+    """Asks, after a comma, whether the known names nearest to an unknown one were meant; empty if none is near."""
+    word = word.lower()
+    likeness = {one: _likeness(word, one.lower()) for one in known}
+    best = max(likeness.values(), default=0.0)
+    near = [one for one, value in likeness.items() if value == best]
+    return f", did you mean {' or '.join(near)}?" if best >= _LEAST_LIKENESS else ""
+
+
+def _likeness(word: str, name: str) -> float:
+    """Returns how alike two names are, up to 1. Another number makes another name, as of chips."""
+    if word and name.endswith(f"-{word}"):
+        return 1.0
+    numbers = [_NUMBERED.findall(each) for each in (word, name)]
+    is_same = len(numbers[0]) == len(numbers[1]) and all(a in b or b in a for a, b in zip(*numbers, strict=True))
+    return difflib.SequenceMatcher(None, name, word).ratio() if is_same else 0.0
 
 
 def file_and_name(location: str) -> tuple[Path, str]:
@@ -168,7 +190,8 @@ def implementations_of(given: Sequence[str] | None) -> tuple[list[str], dict[str
     for word in (word.strip() for text in given or () for word in text.split(",")):
         operator, equals, name = word.rpartition("=")
         rule = f"be one of {', '.join(IMPLEMENTATIONS)}, or an exception such as dropout=reference"
-        require(name in IMPLEMENTATIONS and bool(operator) == bool(equals), "--implementation", rule, repr(word))
+        is_known = name in IMPLEMENTATIONS and bool(operator) == bool(equals)
+        require(is_known, "--implementation", rule, repr(word), "" if is_known else meant(name, IMPLEMENTATIONS))
         if operator:
             by_operator[operator] = name
         else:

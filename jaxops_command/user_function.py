@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxops._checks.arguments import OperatorError
 from jaxops_command.options import CommandError, dtype_and_shape, file_and_name, require
 from lowering import ArtifactError, CompileError, EmulationError, PlanError, TuningError, operators, use
-from lowering.describe import counted, first_line, opening
+from lowering.describe import counted, first_line, meant, opening
 from lowering.errors import UsageError
 from lowering.functions import require_function
 
@@ -65,7 +65,7 @@ def require_operators(by_operator: Mapping[str, str]) -> None:
     """Refuses OPERATOR=NAME of an operator that neither this library nor the user's code has."""
     for name in by_operator:
         rule = "name an operator that `jaxops ops` lists, as in dropout=reference"
-        require(name in operators.names(), "--implementation", rule, repr(name))
+        require(name in operators.names(), "--implementation", rule, repr(name), meant(name, operators.names()))
 
 
 def chosen_by(chosen: tuple[str, Mapping[str, Any]]) -> contextlib.AbstractContextManager[None]:

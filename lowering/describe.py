@@ -12,6 +12,8 @@ _MAX_SHOWN = 160  # characters of a value in a message; a longer value is cut in
 _LAST_SHOWN = 40
 _MAX_SHOWN_BITS = 256
 _MAX_DEPTH = 8  # of containers within containers, which may contain themselves
+_LEAST_LIKENESS = 0.7
+_NUMBERED = re.compile(r"[a-z]*\d+[a-z]*")
 _TRACER = re.compile(r"Tracer\b|Traced<")
 
 
@@ -53,10 +55,30 @@ def first_line(error: BaseException) -> str:
     return shortened(": ".join([type(error).__name__, *lines[:1]]))
 
 
+def one_of(known: Iterable[str], name: Any) -> str:
+    """Says which names are known, and which one was given; of many, only how many, if one of them was perhaps meant."""
+    known = tuple(known)
+    every, asked = ", ".join(known), meant(name, known)
+    names = f"{len(known)} names" if asked and len(every) > _MAX_SHOWN else every
+    return f"one of {names}; got {show(name)}{asked}"
+
+
 def meant(name: Any, known: Iterable[str]) -> str:
-    """Asks, after a comma, whether the known name nearest to an unknown one was meant; empty if none is near."""
-    near = difflib.get_close_matches(name.lower(), [*known], n=1, cutoff=0.7) if isinstance(name, str) else ()
-    return f", did you mean {near[0]}?" if near else ""
+    """Asks, after a comma, whether the known names nearest to an unknown one were meant; empty if none is near."""
+    word = name.lower() if isinstance(name, str) else ""
+    likeness = {one: _likeness(word, one.lower()) for one in known}
+    best = max(likeness.values(), default=0.0)
+    near = [one for one, value in likeness.items() if value == best]
+    return f", did you mean {' or '.join(near)}?" if best >= _LEAST_LIKENESS else ""
+
+
+def _likeness(word: str, name: str) -> float:
+    """Returns how alike two names are, up to 1. Another number makes another name, as of chips."""
+    if word and name.endswith(f"-{word}"):
+        return 1.0
+    numbers = [_NUMBERED.findall(each) for each in (word, name)]
+    is_same = len(numbers[0]) == len(numbers[1]) and all(a in b or b in a for a, b in zip(*numbers, strict=True))
+    return difflib.SequenceMatcher(None, name, word).ratio() if is_same else 0.0
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from lowering.describe import meant, show
+from lowering.describe import one_of, show
 from lowering.operators import Form, type_text
 from lowering.targets import PLATFORMS, TARGETS
 from pallas_kernels.hardware import Hardware
@@ -41,7 +41,7 @@ def _platform(implementation: Kernel | Form) -> str:
 def _require_among(known: Iterable[str], given: Iterable[Any], what: str) -> None:
     for name in (given,) if isinstance(given, str) else given:
         if name not in known:
-            raise ValueError(f"{what} must be one of {', '.join(known)}; got {show(name)}{meant(name, known)}")
+            raise ValueError(f"{what} must be {one_of(known, name)}")
 
 
 def _require_keywords(run: Callable[..., Any], names: Sequence[str], what: str) -> None:

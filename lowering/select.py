@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lowering import operators
-from lowering.describe import meant, show
+from lowering.describe import meant, one_of, show
 from lowering.errors import NotSupportedError
 from lowering.evidence import Verdict, verdict
 from lowering.implementations import reason_of
@@ -146,8 +146,7 @@ def use(
             raise ValueError(f"use: implementation must be {what}; got {show(request)}{meant(request, known)}")
     for name in by_operator:
         if name not in operators.names():
-            names = sorted(operators.names())
-            raise ValueError(f"use: operator must be one of {', '.join(names)}; got {show(name)}{meant(name, names)}")
+            raise ValueError(f"use: operator must be {one_of(sorted(operators.names()), name)}")
     if verify is not None and not isinstance(verify, bool):
         raise ValueError(f"use: verify must be True, False or None; got {show(verify)}")
     return _used(implementation, by_operator, verify)

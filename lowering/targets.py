@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
-from lowering.describe import meant, show
+from lowering.describe import one_of, show
 from pallas_kernels.hardware import Hardware
 
 _GIB = 2**30
@@ -192,8 +192,7 @@ def named(name: str) -> Hardware:
         return TARGETS[name]
     if isinstance(name, str) and name in PLATFORMS:
         return Hardware(name, name)
-    known = *TARGETS, *PLATFORMS[1:]
-    raise ValueError(f"lowering: target must be one of {', '.join(known)}; got {show(name)}{meant(name, known)}")
+    raise ValueError(f"lowering: target must be {one_of((*TARGETS, *PLATFORMS[1:]), name)}")
 
 
 class TopologyError(ValueError):

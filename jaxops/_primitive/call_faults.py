@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lowering.describe import is_like_array, show
+from lowering.describe import is_like_array, meant, show
 from lowering.operators import fields
 
 
@@ -52,7 +52,8 @@ def _attribute_fault(function: Callable[..., Any], operand_count: int, params: M
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     for name, value in params.items():
         if name not in attributes and not takes_any:
-            return f"{name} must be one of the operator's attributes, {_joined(attributes)}; got {name}={show(value)}"
+            got = f"{name}={show(value)}{meant(name, attributes)}"
+            return f"{name} must be one of the operator's attributes, {_joined(attributes)}; got {got}"
     return None
 
 

@@ -206,6 +206,10 @@ REFUSALS = {
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "fast"),
         "must be one of auto, reference, pallas, or an exception such as dropout=reference; got 'fast'",
     ),
+    "near implementation": (
+        ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "dropout=palas"),
+        "got 'dropout=palas', did you mean pallas?",
+    ),
     "compile what an operator refuses": (
         ("compile", "mine.py:loss", "--target", "cpu", "--arg", "float32[4,7]", "--arg", "float32[4]"),
         "nll_loss: labels must ",
@@ -250,7 +254,7 @@ REFUSALS = {
     ),
     "unknown operator": (
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "dropuot=reference"),
-        "--implementation must name an operator that `jaxops ops` lists, as in dropout=reference; got 'dropuot'",
+        "must name an operator that `jaxops ops` lists, as in dropout=reference; got 'dropuot', did you mean dropout?",
     ),
     "two implementations": (
         ("compile", "mine.py:loss", "--target", "cpu", "--implementation", "auto,pallas"),
@@ -394,6 +398,7 @@ def test_command_says_what_the_library_does() -> None:
     assert options.PROCESS_COUNTS == COUNTS
     assert (Settings().steps, Settings().seed) == (options.STEPS, options.SEED)
     names = ("cpu", "tpu", "rocm", "tpu-v5e:4x4", "tpu-v5e:0", "tpu-v5e:4x4x4x4", "cuda-h100:64", "cuda-h100:a", "")
+    names = (*names, "tpu-v5", "tpu-v99", "H100", "tpu_v6e:2x2", "tpus")
     for name in (*options.CHIPS, *names):
         refused = []
         for check, error in ((options.require_target, options.CommandError), (parse, ValueError)):

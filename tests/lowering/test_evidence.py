@@ -357,7 +357,12 @@ def test_the_command_requires_kernels_and_lists_the_evidence(tmp_path):
     assert f"{sum(record['known'] for record in json.loads(kinds.stdout))} sizes" in short
     assert all(record["kind"] in long for record in json.loads(kinds.stdout))
     alone = CliRunner().invoke(app, ["ops", "softmax"])
-    assert "OPERATOR must come with --target; got softmax" in alone.stderr
+    assert "... c -> ... c" in alone.stdout
+    assert "max_pool" not in alone.stdout
+    for more in ((), ("--target", "tpu-v5e")):
+        unknown = CliRunner().invoke(app, ["ops", "softmx", *more])
+        assert unknown.exit_code == 2
+        assert unknown.stderr.endswith("names; got 'softmx', did you mean softmax?\n")
     nothing = CliRunner().invoke(app, ["ops", "--target", "cpu"])
     assert "no evidence on its kernels ships with the library" in nothing.stdout
 

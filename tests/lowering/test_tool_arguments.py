@@ -28,10 +28,26 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "near-target": (
         lambda: lowering.explain(jnp.sin, 1.0, target="tpu-v6"),
         ValueError,
-        "'tpu-v6', did you mean tpu-v6e?",
+        r"'tpu-v6', did you mean tpu-v6e\?",
+    ),
+    "two-near-targets": (
+        lambda: lowering.explain(jnp.sin, 1.0, target="tpu-v5"),
+        ValueError,
+        r"'tpu-v5', did you mean tpu-v5e or tpu-v5p\?$",
+    ),
+    "other-chip": (lambda: lowering.explain(jnp.sin, 1.0, target="tpu-v99"), ValueError, "'tpu-v99'$"),
+    "other-emulated-chip": (lambda: jaxops.use("emulate:tpu-v5p"), ValueError, "'emulate:tpu-v5p'$"),
+    "chip-alone": (
+        lambda: lowering.explain(jnp.sin, 1.0, target="H100"),
+        ValueError,
+        r"'H100', did you mean cuda-h100\?$",
     ),
     "near-implementation": (lambda: jaxops.use("palas"), ValueError, "got 'palas', did you mean pallas?"),
-    "near-operator": (lambda: jaxops.use(softmaxx="pallas"), ValueError, "got 'softmaxx', did you mean softmax?"),
+    "near-operator": (
+        lambda: jaxops.use(softmaxx="pallas"),
+        ValueError,
+        r"^use: operator must be one of \d+ names; got 'softmaxx', did you mean softmax\?$",
+    ),
     "platforms": (lambda: lowering.export(jnp.sin, 1.0, platforms=3), lowering.ArtifactError, "platforms must be .* 3"),
     "repeats": (lambda: lowering.tune(jnp.sin, 1.0, repeats=0.5), lowering.TuningError, "repeats must be .* got 0.5"),
     "budget": (
