@@ -113,7 +113,8 @@ def ema_adam(
     Raises:
       BadParamError: if the mode is unknown, a dtype is not floating, b1 or b2 is outside [0, 1), ema_decay is outside
         [0, 1], eps or weight_decay is negative, or a decay is a 16-bit array; by `init` and `update` if a parameter is
-        complex or an integer; and by `update` if `params` is missing or a gradient has another shape.
+        complex or an integer, or if the mask does not fit the parameters; and by `update` if `params` is missing or a
+        gradient has another shape.
 
     Numerics:
       Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
@@ -146,6 +147,7 @@ def ema_adam(
 
     def init(params: Any) -> Any:
         mu, nu = (_like(params, dtype, jnp.zeros_like) for dtype in (mu_dtype, nu_dtype))
+        _decay_mask(mask, params)  # refuses one that does not fit before any step is taken
         adam = optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=mu, nu=nu)
         return adam, EmaParamsState(_like(params, ema_dtype, functools.partial(jnp.array, copy=True)))
 
@@ -218,14 +220,17 @@ def ema_params(opt_state: Any, params: Any = None) -> Any:
     It is the average of the parameters only if the updates of `ema_adam` were applied as they are, so that no transform
     came after it in a chain.
 
+    Under `optax.flatten` it is one vector, as the parameters are that `ema_adam` was given.
+    `jax.flatten_util.ravel_pytree(params)[1]` parts it again.
+
     Args:
       opt_state: the optimizer state.
       params: what to return for parameters that no `ema_adam` averages. By default their places hold
         `optax.MaskedNode()`.
 
     Returns:
-      A tree with the structure of the parameters, in the dtypes of the averages (see `ema_dtype`). The arrays are those
-      of the state, not copies.
+      A tree with the structure of the parameters that `ema_adam` was given, in the dtypes of the averages (see
+      `ema_dtype`). The arrays are those of the state, not copies.
 
     Raises:
       BadParamError: if there is no average, or more than one for the same parameter.

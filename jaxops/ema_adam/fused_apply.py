@@ -70,7 +70,8 @@ def fused_apply(
     Warns:
       UserWarning: once for each transform that returns other updates than those of the `ema_adam` in it, as
         `optax.chain(ema_adam(...), optax.scale(0.1))` does: the average would not be that of the parameters. Steps may
-        be skipped, if the average then stays as it is.
+        be skipped, if the average then stays as it is. Under `optax.flatten` it warns needlessly, as updates that are
+        joined and parted cannot be told from others.
 
     Raises:
       BadParamError: if `transform` is not a transform, `params` is None, a tree holds something other than arrays, or

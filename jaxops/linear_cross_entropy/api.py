@@ -51,7 +51,7 @@ class _Options(checks.LayerOptions, total=False):
     row_weight: jax.Array | None
     label_smoothing: float
     margin: float | jax.Array | None
-    z_loss: float
+    z_loss: float | jax.Array
     reduction: str
     strategy: str
     weight_grad_dtype: Any
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     margin: float | jax.Array | None = None,
-    z_loss: float = 0.0,
+    z_loss: float | jax.Array = 0.0,
     softcap: float | None = None,
     reduction: str = "mean",
     transpose_weight: bool = False,
@@ -116,8 +116,9 @@ def linear_cross_entropy(
         here, and subtract the entropy of these targets, a constant.
       margin: subtracted from the logit z_y of each row's label, behind the softcap, as in additive-margin softmax: a
         number, or (V,) floating point, one for each class. None means 0. It has no derivative.
-      z_loss: the weight of lse^2. "mean" divides it by what the rest is divided by: with class weights by their sum
-        over the rows, where Liger divides by the number of rows.
+      z_loss: the weight of lse^2, at least 0. It may be a 0-d array, traced or not, whose value is not checked. "mean"
+        divides it by what the rest is divided by: with class weights by their sum over the rows, where Liger divides by
+        the number of rows.
       softcap: the bound of the logits. None means unbounded.
       reduction: "none", "sum" or "mean". The mean of no rows, or of weights that add up to 0, is NaN, with gradients of
         zero.

@@ -358,14 +358,19 @@ REFUSALS = {
         161002,
     ),
     "mask": (lambda: ema_adam(1e-3, mask="w"), "ema_adam: mask must be a tree of bools, or a function", 161002),
+    "mask-of-others": (
+        lambda: ema_adam(1e-3, mask={"z": True}).init({"w": jnp.ones(3)}),
+        "ema_adam: mask must have the structure of params, or a prefix of it; got {'z': True}",
+        161002,
+    ),
     "mu_dtype": (
         lambda: ema_adam(1e-3, mu_dtype="junk"),
-        "ema_adam: mu_dtype must be a floating dtype; got 'junk'",
+        "ema_adam: mu_dtype must be a floating dtype, such as bfloat16 or float32; got 'junk'",
         161002,
     ),
     "nu_dtype": (
         lambda: ema_adam(1e-3, nu_dtype="int32"),
-        "ema_adam: nu_dtype must be a floating dtype; got 'int32'",
+        "ema_adam: nu_dtype must be a floating dtype, such as bfloat16 or float32; got 'int32'",
         161002,
     ),
     "params": (update_without_params, "ema_adam: params must be given; got None", 161001),
