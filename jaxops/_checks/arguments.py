@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowering.describe import first_line, is_like_array, show
+from lowering.describe import first_line, is_like_array, one_of, show
 from lowering.errors import NotSupportedError as NotSupportedError
 from lowering.errors import OperatorError as OperatorError
 from lowering.pytrees import flattening_fault
@@ -227,7 +227,8 @@ def require_real(
         in_range = in_range and number - above >= _FLOAT32_TINY
     if number is not None and below is not None:
         in_range = in_range and number < below
-    require(in_range, operator, argument, rule if traced else _static(rule, value), value, status=status)
+    rule = rule if traced or in_range else static_rule(rule, value)
+    require(in_range, operator, argument, rule, value, status=status)
     return number
 
 
@@ -253,7 +254,7 @@ def require_integer(
             return value
         value = int(value)
     fits = is_integer(value) and least <= int(value) <= most
-    require(fits, operator, argument, rule if traced else _static(rule, value), value, status=status)
+    require(fits, operator, argument, rule if traced or fits else static_rule(rule, value), value, status=status)
     return int(value)
 
 
@@ -262,21 +263,24 @@ def require_bool(
 ) -> bool:
     """Returns a Python or NumPy bool as a bool; with `or_int` also takes 0 or 1, as in C calls."""
     fits = is_bool(value) or (or_int and is_integer(value) and value in (0, 1))
-    require(fits, operator, argument, _static("be a bool", value), value, status=status)
+    require(fits, operator, argument, static_rule("be a bool", value), value, status=status)
     return bool(value)
 
 
-def _static(rule: str, value: Any) -> str:
-    """Adds to a rule of an option that a traced array is none, as it has no value yet."""
-    return f"{rule}, known before the function is traced" if isinstance(value, jax.core.Tracer) else rule
+def static_rule(rule: str, value: Any) -> str:
+    """Adds to the rule of an option, if it was given arrays, that it takes none: traced ones have no value yet."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    if any(isinstance(part, jax.core.Tracer) for part in parts):
+        return f"{rule}, known before the function is traced"
+    return f"{rule}, not an array" if any(isinstance(part, jax.Array | np.ndarray) for part in parts) else rule
 
 
 def require_choice(
     operator: str, argument: str, value: Any, choices: Sequence[str], *, status: int | str = PARAM_INVALID
 ) -> str:
     """Returns a string that must be one of `choices`."""
-    fits = isinstance(value, str) and value in choices
-    require(fits, operator, argument, f"be one of {', '.join(choices)}", value, status=status)
+    if not (isinstance(value, str) and value in choices):
+        raise BadParamError(f"{operator}: {argument} must be {one_of(choices, value)}", status)
     return str(value)
 
 
@@ -300,7 +304,7 @@ def require_floating_dtype(operator: str, argument: str, value: Any, *, status: 
     dtype = _as_dtype(value)
     # NumPy has wider dtypes than JAX, and dtypes with their bytes reversed.
     fits = dtype is not None and dtype.itemsize <= 8 and dtype.isnative and bool(jnp.issubdtype(dtype, jnp.floating))
-    require(fits, operator, argument, "be a floating dtype", value, status=status)
+    require(fits, operator, argument, "be a floating dtype, such as bfloat16 or float32", value, status=status)
     return jnp.dtype(value)
 
 

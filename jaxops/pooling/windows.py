@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks import layouts
-from jaxops._checks.arguments import INT32_MAX, is_integer
+from jaxops._checks.arguments import INT32_MAX, is_integer, static_rule
 from jaxops._checks.dtypes import check_floating
-from jaxops._checks.mcdnn import require, require_bool
+from jaxops._checks.mcdnn import require, require_bool, require_choice
 from pallas_kernels.tpu.max_pool_views import view_of
 
 Ints = int | Sequence[int]
@@ -154,7 +154,8 @@ def volume_attributes(window: Sequence[int], stride: Sequence[int], padding: Pai
 def along_axes(operator: str, argument: str, value: Any, count: int) -> tuple[int, ...]:
     """Returns one integer per spatial axis, from a single integer or a sequence."""
     numbers = _each(value, count)
-    require(numbers is not None, operator, argument, f"be an integer or {count} of them", value)
+    rule = static_rule(f"be an integer or {count} of them", value)
+    require(numbers is not None, operator, argument, rule, value)
     assert numbers is not None
     return numbers
 
@@ -230,11 +231,10 @@ def _layout(operator: str, x: Any, layout: Any) -> str:
     require(rank >= 2, operator, "x", "have at least 2 axes", x)
     likely = [one for one in _ADDED_AXES if rank in (len(one), len(one) - 1)]
     layouts.require_given(operator, x, layout, likely or list(_ADDED_AXES))
-    known = isinstance(layout, str) and layout in _ADDED_AXES
-    require(known, operator, "layout", f"be one of {', '.join(_ADDED_AXES)}", layout)
+    layout = require_choice(operator, "layout", layout, tuple(_ADDED_AXES))
     rule = f"have at least {len(layout) - 1} axes, as layout {layout} says"
     require(rank >= len(layout) - 1, operator, "x", rule, x)
-    return str(layout)
+    return layout
 
 
 def _padding(
@@ -256,7 +256,7 @@ def _padding(
     pairs = [_each(pair, 2) for pair in value] if isinstance(value, tuple | list) else []
     found = tuple((pair[0], pair[1]) for pair in pairs if pair is not None)
     rule = f'be "SAME", "VALID", an integer, or {count} of these: an integer or a pair (before, behind)'
-    require(len(found) == len(pairs) == count, operator, "padding", rule, value)
+    require(len(found) == len(pairs) == count, operator, "padding", static_rule(rule, value), value)
     return found
 
 

@@ -330,7 +330,7 @@ REFUSALS = {
     "softcap-array": (
         (X, WEIGHT, LABELS),
         {"softcap": X[0, 0:1]},
-        "softcap must be a positive number that float32 can hold; got float32[1]",
+        "softcap must be a positive number that float32 can hold, not an array; got float32[1]",
     ),
     "chunk_rows": (
         (X, WEIGHT, LABELS),
@@ -338,6 +338,11 @@ REFUSALS = {
         "chunk_rows must be a positive integer up to 2147483647; got 0",
     ),
     "ignore_index": ((X, WEIGHT, LABELS), {"ignore_index": 1.5}, "ignore_index must be an integer; got 1.5"),
+    "weight_grad_dtype-name": (
+        (X, WEIGHT, LABELS),
+        {"weight_grad_dtype": "bf16"},
+        "weight_grad_dtype must be a floating dtype, such as bfloat16 or float32; got 'bf16'",
+    ),
     "weight_grad_dtype": (
         (X, WEIGHT, LABELS),
         {"weight_grad_dtype": jnp.bfloat16},
@@ -367,6 +372,14 @@ def test_options_that_are_traced_are_refused_in_words():
     words = "label_smoothing must be a number from 0 to 1, known before the function is traced; got float32[]"
     with pytest.raises(BadParamError, match=re.escape(words)):
         jax.jit(lambda smoothing: linear_cross_entropy(X, WEIGHT, LABELS, label_smoothing=smoothing))(0.1)
+
+
+def test_z_loss_may_be_traced_and_is_then_not_checked():
+    def loss(z_loss):
+        return linear_cross_entropy(X, WEIGHT, LABELS, z_loss=z_loss)
+
+    assert jnp.allclose(jax.jit(loss)(0.5), loss(0.5))
+    assert jnp.allclose(jax.jit(loss)(-1.0), 2 * loss(0.0) - loss(1.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("missing", ["x", "weight", "labels"])

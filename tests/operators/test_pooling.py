@@ -412,7 +412,7 @@ REFUSALS = {
     "none": (None, 2, {}, "x must be given; got None"),
     "rank": (X[0, 0, 0], 2, {}, "x must have at least 2 axes; got float32[5]"),
     "dtype": (X.astype(np.int32), 2, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
-    "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH'"),
+    "layout": (X, 2, {"layout": "NCWH"}, f"layout must be one of {LAYOUTS}; got 'NCWH', did you mean NCHW?"),
     "layout-missing": (
         X[0],
         2,
@@ -433,6 +433,7 @@ REFUSALS = {
         "x must have at least 4 axes, as layout NDHWC says; got float32[3, 4, 5]",
     ),
     "window-float": (X, 2.0, {}, "window must be an integer or 2 of them; got 2.0"),
+    "window-array": (X, jnp.int32(2), {}, "window must be an integer or 2 of them, not an array; got int32[]"),
     "window-length": (X, (2, 2, 2), {}, "window must be an integer or 2 of them; got (2, 2, 2)"),
     "window-zero": (X, (2, 0), {}, "window must be at least 1; got (2, 0)"),
     "window-large": (X, (6, 2), {}, "window must be no larger than x with its padding, (4, 5); got (6, 2)"),
