@@ -44,7 +44,7 @@ class Family:
       call: a function of arrays, and its operands, from an option and sizes.
       grid: the sizes of each axis, in steps of four to eight.
       elements: the least and the most numbers in the largest operand.
-      listed: options and sizes that docs/replays.md lists, beside the grid.
+      listed: options and sizes beside the grid: what docs/replays.md lists, and kinds that the grid lacks.
       scalars: what kernels' scalar operands hold, by kernel and position, from operands and sizes.
     """
 
@@ -230,6 +230,8 @@ FAMILIES = {
         (
             *(((F32, "NCHW", has_means), (128, 27 * 27, 96)) for has_means in (False, True)),
             *(((F32, "NHWC", has_means), (32, 56 * 56, 128)) for has_means in (False, True)),
+            # Columns in sublanes, of which few are compiled soonest.
+            *(((F32, "NHWC", True), sizes) for sizes in ((52, 16 * 16, 169), (19, 22 * 22, 146))),
         ),
     ),
     # XLA's gradient takes as many turns as data say.

@@ -20,6 +20,7 @@ from pallas_kernels.kernel import Kernel
 
 MOST_EXECUTED = 2**15  # elements of the largest operand of a case that is executed
 TOO_LARGE = 2**21
+ONLY_SLOW = "XLA keeps fewer", "blocks pass through VMEM one behind the other"
 
 
 def shrunk(
@@ -28,7 +29,7 @@ def shrunk(
     """Returns sizes of the same kind that halving makes small enough to be executed, and the kernel's configuration.
 
     What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one. And a
-    kernel runs as well where it refuses for nothing but XLA's speed on what stays in VMEM.
+    kernel runs as well where it refuses for nothing but speed: XLA's on what stays in VMEM, its own on few blocks.
     """
 
     def config_of(sizes: Sizes, chip: Hardware) -> dict[str, Any] | None:
@@ -37,7 +38,7 @@ def shrunk(
                 structured, attributes = unpacked(use.operands, use.params)
                 offered = kernel.configs(chip, *structured, **attributes)
                 reason = kernel.refuses(chip, *structured, **attributes)
-                is_able = offered and (reason is None or reason.startswith("XLA keeps fewer"))
+                is_able = offered and (reason is None or reason.startswith(ONLY_SLOW))
                 if is_able and kernel.kind(chip, *structured, **attributes).text == key[2]:
                     return dict(offered[0])
         return None
@@ -52,9 +53,9 @@ def shrunk(
             tried = small
             while tried[axis] > 8 and elements(tried) > MOST_EXECUTED:
                 tried = (*tried[:axis], tried[axis] // 2, *tried[axis + 1 :])
-                small = tried if config_of(tried, chip) else small
+                small = small if config_of(tried, chip) is None else tried
         for wanted in (tuple(size + size // 5 + 1 for size in small), small):
-            if elements(wanted) <= TOO_LARGE and (config := config_of(wanted, chip)):
+            if elements(wanted) <= TOO_LARGE and (config := config_of(wanted, chip)) is not None:
                 return wanted, config
     return None
 

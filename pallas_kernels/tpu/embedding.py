@@ -153,17 +153,19 @@ def kind(hardware, grad, indices, *, num_weights, padding_idx, scale_grad_by_fre
     (config, *_) = configs(hardware, grad, indices, num_weights=num_weights)
     way = "all rows in VMEM" if config["resident"] else "rows in chunks"
     options = ["whole lanes" if grad.shape[-1] % LANES == 0 else "part of the lanes"]
-    options += ["copied"] * kind_is_copied(hardware, grad.dtype, num_weights, grad.shape[-1])
+    # Rows that the kernel holds in VMEM leave the less of it for the table.
+    held_bytes = config["resident"] * grad.size * jnp.dtype(grad.dtype).itemsize
+    options += ["copied"] * kind_is_copied(hardware, grad.dtype, num_weights, grad.shape[-1], held_bytes)
     options += ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
     return Kind(", ".join((dtype_names(grad), way, *options)), (math.prod(indices.shape), grad.shape[-1], num_weights))
 
 
-def kind_is_copied(hardware, dtype, rows, width) -> bool:
+def kind_is_copied(hardware, dtype, rows, width, held_bytes) -> bool:
     """Tells whether XLA stores columns of a table together, as that pads less, and copies the kernel's rows in HBM."""
     of_rows = pl.cdiv(rows, SUBLANES) * pl.cdiv(width, LANES)
     of_columns = pl.cdiv(width, SUBLANES) * pl.cdiv(rows, LANES)
     table_bytes = of_rows * SUBLANES * LANES * jnp.dtype(dtype).itemsize
-    return of_columns < of_rows and not hardware.may_keep(table_bytes)
+    return of_columns < of_rows and not hardware.may_keep(table_bytes + held_bytes)
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

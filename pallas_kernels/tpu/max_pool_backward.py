@@ -109,16 +109,15 @@ def configs(hardware, x, grad, *, window, stride, padding, **_):
 def kind(hardware, x, grad, *, window, stride, padding, **_) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
     view = view_for(x.shape, window=window, stride=stride, padding=padding)
+    *others, height, width, channels = x.shape
     if not view.is_stored_so:
-        way = "transposed"
+        way = f"channels {'last' if channels > 1 else 'first'}, transposed"
     elif max_pool_pairs.suits(x, grad, window=window, stride=stride, padding=padding):
         way = "pairs of columns"
     else:
         way = "pixels outside of tiles" if view.has_pixels_outside else "columns in tiles"
     windows = f"windows {list(window[1:])}, stride {list(stride[1:])}, padding {list(padding[1:])}"
-    *others, height, width, channels = x.shape
-    given = "channels last" if channels > 1 else "channels first"
-    return Kind(f"{dtype_names(x, grad)}, {given}, {way}, {windows}", (math.prod(others) * channels, height * width))
+    return Kind(f"{dtype_names(x, grad)}, {way}, {windows}", (math.prod(others) * channels, height * width))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

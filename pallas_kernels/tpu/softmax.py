@@ -220,7 +220,10 @@ def kind(hardware, *operands, log, groups) -> Kind:
     }[view.axis]
     given = "last axis" if groups.behind == (0,) else "other axes"
     words = dtype_names(*operands), *["log"] * log, given, f"along {place}", "read once" if steps == 1 else "read twice"
-    return Kind(", ".join(words), sizes)
+    # By replays, an element of such a group takes the kernel more time than one of a longer group, as blocks are no
+    # wider then, and XLA's own program less.
+    short = ["short"] * (view.axis == 3 and rows <= LANES)
+    return Kind(", ".join((*words, *short)), sizes)
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

@@ -20,7 +20,8 @@ from lowering.measurements import Entry, Key, Measurement
 from lowering.targets import here, named
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.kernel import Kernel, Kind
-from pallas_kernels.tpu import batch_norm, dropout, embedding
+from pallas_kernels.softmax_groups import Groups
+from pallas_kernels.tpu import batch_norm, dropout, embedding, softmax
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -309,6 +310,15 @@ def test_cases_are_alike_only_where_xla_keeps_and_copies_the_same():
     for width, is_copied in ((768, False), (1000, True)):
         rows, indices = (jax.ShapeDtypeStruct((4096, *shape), jnp.float32) for shape in ((width,), ()))
         assert ("copied" in words(embedding.KERNEL, "tpu-v5e", rows, indices, **options)) == is_copied
+    # With fewer positions the kernel leaves XLA the VMEM to hold the table.
+    for positions, is_copied in ((12108, True), (1210, False)):
+        rows, indices = (jax.ShapeDtypeStruct((positions, *shape), jnp.float32) for shape in ((917,), ()))
+        found = words(embedding.KERNEL, "tpu-v5e", rows, indices, **options | {"num_weights": 18340})
+        assert ("copied" in found) == is_copied
+    for columns, is_short in ((120, True), (200, False)):
+        x = jax.ShapeDtypeStruct((32768, columns), jnp.float32)
+        found = words(softmax.KERNEL, "tpu-v5e", x, log=False, groups=Groups.along(x.shape, (1,)))
+        assert ("along sublanes" in found, "short" in found) == (True, is_short)
     for side, is_padded in ((56, False), (50, True)):
         images = SimpleNamespace(x=jax.ShapeDtypeStruct((33, side * side, 256, 1), jnp.bfloat16), residual=None)
         found = words(batch_norm.KERNEL, "tpu-v5e", images, activation=SimpleNamespace(mode="identity"))
