@@ -1,5 +1,6 @@
 """Compiles the Pallas kernels of a function for an absent TPU, executes them, and remembers what was found."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +18,7 @@ from lowering.compiling.compile import schedules_of
 from lowering.cost import PALLAS_CALL
 from lowering.emulation.evaluating import Evaluation, Place, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError
+from lowering.emulation.in_flight import Meeting
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
 from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding
@@ -30,8 +32,8 @@ from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
 _TRANSFORMS = re.compile(r"\w+\(|\)")  # "jvp(" and the like around a scope
-# A kernel that starts transfers in more places is not executed again for each.
-_MOST_STARTS = 16
+# A kernel is not executed again for more places that start transfers, or for more pairs of them.
+MOST_STARTS = 16
 UNWRITTEN = (
     "memory that nothing has written "
     "(scratch before its first store, rows behind a ragged edge, an output block that was sent)"
@@ -224,7 +226,7 @@ class Emulator:
         for what in (*first.clobbered, *first.left_over):
             self._findings[called.finding(what)] = None
         if self._checks:
-            for what in self._late(called, operands, like, first):
+            for what in self._transfers_found(called, operands, like, first):
                 self._findings[called.finding(what)] = None
             if what := self._depends(called, operands, like, first, poison=POISONS[1]):
                 finding = called.finding(f"{what} on {UNWRITTEN}: {_unwritten(called.kernel, first)}")
@@ -232,19 +234,31 @@ class Emulator:
         called.calls += 1
         called.seconds += time.perf_counter() - start
         called.issues += np.asarray(first.issues)
-        called.transfers = called.transfers or sum(first.starts.values())
+        called.transfers = called.transfers or len(first.starts)
         return first.results
 
-    def _late(self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution) -> Iterator[str]:
-        """Says what depends on when transfers happen, and on which by themselves; once, if it is so in two orders."""
-        found: list[set[int]] = []
+    def _transfers_found(
+        self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution
+    ) -> Iterator[str]:
+        """Says what depends on when transfers happen, and on which: on two, or on one by itself."""
+        of_two, bundles = set(), called.kernel.bundles
+        for meeting in first.meetings[:MOST_STARTS]:
+            if what := self._depends(called, operands, like, first, **later(meeting)):
+                of_two.add(meeting.first.bundle)
+                at, then = bundles[meeting.first.bundle], bundles[meeting.second.bundle]
+                yield meeting.said(place_of(at), place_of(then), what)
+        found = [of_two] if of_two else []
+        numbers: dict[int, list[int]] = collections.defaultdict(list)
+        for number, bundle in enumerate(first.starts):
+            numbers[bundle].append(number)
         for order in Transfers.ORDERS[1:]:
             if what := self._depends(called, operands, like, first, order=order):
                 starts = {
-                    number
-                    for number in (first.starts if len(first.starts) <= _MOST_STARTS else ())
-                    if self._depends(called, operands, like, first, order=order, only=number)
+                    bundle
+                    for bundle, only in (numbers.items() if len(numbers) <= MOST_STARTS else ())
+                    if self._depends(called, operands, like, first, order=order, only=only)
                 }
+                # What differs in two orders, or because of two transfers, is said once.
                 if not any(starts <= known for known in found):
                     found.append(starts)
                     yield f"{_used_early(called.kernel, sorted(starts))}: {what} on when that happens"
@@ -258,6 +272,11 @@ class Emulator:
         except MachineFaultError as error:
             return of_fault(error)
         return depending(first.results, other.results)
+
+
+def later(meeting: Meeting) -> dict[str, Any]:
+    """Returns how to execute again what has transfers that meet, so that the earlier ones come after the later ones."""
+    return {"order": Transfers.ORDERS[2 if meeting.first_writes else 1], "only": meeting.early}
 
 
 def depending(results: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> str:

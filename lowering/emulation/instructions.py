@@ -324,7 +324,7 @@ def _set_semaphore(core: Translator, _: str, instruction: Instruction) -> Callab
         if at_end() and held:
             holds = core._transfers.in_words(semaphore(), held)
             raise MachineFaultError(f"a semaphore holds {holds} when the kernel ends{core.not_awaited()}")
-        core._memory.semaphores[semaphore()] = 0
+        core._transfers.clear(semaphore())
 
     return set_or_check
 

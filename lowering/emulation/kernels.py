@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowering.describe import counted
+from lowering.emulation.in_flight import Meeting
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get
@@ -136,7 +137,8 @@ class Execution:
       clobbered: reads of registers that held other values than the compiler meant.
       unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
       sent_unwritten: bundles that started transfers of such words from vector memory to HBM, and how often.
-      starts: how many transfers each bundle has started.
+      starts: the bundle that started each transfer.
+      meetings: transfers under way together that share bytes, of which one writes; if these were looked for.
       left_over: what was not as it must be at the end.
     """
 
@@ -145,7 +147,8 @@ class Execution:
     clobbered: tuple[str, ...]
     unwritten: Mapping[int, int]
     sent_unwritten: Mapping[int, int]
-    starts: Mapping[int, int]
+    starts: tuple[int, ...]
+    meetings: tuple[Meeting, ...]
     left_over: tuple[str, ...]
 
 
@@ -278,7 +281,7 @@ def execute(
     results: Sequence[Any],
     *,
     order: str = Transfers.ORDERS[0],
-    only: int | None = None,
+    only: Collection[int] | None = None,
     poison: int = POISONS[0],
     checks: bool = False,
     eup_error: float = 0.0,
@@ -290,9 +293,9 @@ def execute(
       operands: what it takes.
       results: the shapes and dtypes of what it returns.
       order: of its transfers, one of `Transfers.ORDERS`.
-      only: the bundle whose transfers alone are in this order; None for all.
+      only: the numbers of the transfers that alone are in this order; None for all.
       poison: the bits of what nobody has written.
-      checks: whether to follow which value each register holds.
+      checks: whether to follow which value each register holds, and which transfers meet.
       eup_error: the relative error of what the transcendental unit computes.
 
     Raises:
@@ -300,7 +303,7 @@ def execute(
       MachineFaultError: where the kernel does what no program may.
     """
     call = _Call(kernel, operands, poison)
-    transfers = Transfers(call.memory, order, only)
+    transfers = Transfers(call.memory, order, only, is_watched=checks)
     machine = call.machine(transfers, checks=checks, eup_error=eup_error)
     machine.run()
     return Execution(
@@ -309,7 +312,8 @@ def execute(
         tuple(machine.registers.clobbered),
         dict(call.memory.unwritten),
         dict(call.memory.sent_unwritten),
-        dict(transfers.starts),
+        tuple(start.bundle for start in transfers.starts),
+        () if transfers.in_flight is None else transfers.in_flight.meetings,
         left_over(call.memory, transfers),
     )
 

@@ -5,12 +5,13 @@ depend on what was never written.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowering.describe import counted
+from lowering.emulation.in_flight import End, InFlight, Start
 from lowering.emulation.registers import Address
 from lowering.tpu_core.faults import MachineFaultError
 from lowering.tpu_core.scalar_memory import GRANULE_BYTES, wrapped
@@ -191,6 +192,12 @@ class Memory:
         words, is_written = self.words_of(space, address)
         words[:], is_written[:] = self._poison, False
 
+    def name_at(self, space: str, address: int) -> str:
+        """Returns the name of the allocation that has a granule; "" where none is known."""
+        if space not in ("vmem", "hbm"):
+            return ""
+        return self._found(space, address // (_GRANULES_OF_ROW if space == "vmem" else 1))[0].name
+
     def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
         unit = _GRANULES_OF_ROW if space == "vmem" else 1
         allocation, first = self._found(space, address // unit)
@@ -216,18 +223,23 @@ class Transfers:
     Pallas' pipeline has read it to send it: when a kernel gets this memory again, it is for another block.
 
     Attributes:
-      starts: how many each bundle has started.
+      starts: where each was started.
+      part: which part of a whole program runs; "" for a kernel by itself.
+      in_flight: those that are not yet waited for; None if nobody asks.
     """
 
     ORDERS = ("at their start", "at the wait for them", "in two steps, read at their start and written at the wait")
 
-    def __init__(self, memory: Memory, order: str, only: int | None = None) -> None:
+    def __init__(
+        self, memory: Memory, order: str, only: Collection[int] | None = None, *, is_watched: bool = False
+    ) -> None:
         """Starts with nothing under way.
 
         Args:
           memory: between whose parts they move.
           order: one of `ORDERS`, when data are read and written.
-          only: the bundle whose transfers are in this order, where all others happen at their start.
+          only: the numbers of transfers in this order, where all others happen at their start; None for all.
+          is_watched: whether to find transfers that meet on the same bytes; in the first order alone.
         """
         self._memory = memory
         self._order = self.ORDERS.index(order)
@@ -235,7 +247,9 @@ class Transfers:
         self._under_way: list[tuple[int, int, Callable[[], None]]] = []
         self._of_transfers: set[int] = set()
         self._longest: dict[int, dict[int, int]] = collections.defaultdict(dict)
-        self.starts: collections.Counter[int] = collections.Counter()
+        self.starts: list[Start] = []
+        self.part = ""
+        self.in_flight = InFlight() if is_watched else None
 
     def start(
         self,
@@ -261,9 +275,16 @@ class Transfers:
           is_of_window: whether Pallas' pipeline sends a block of an output.
         """
         bundle = self._memory.bundle
-        self.starts[bundle] += 1
+        number = len(self.starts)
+        self.starts.append(Start(self.part, bundle))
         self._of_transfers.add(semaphore)
         parts = tuple(_parts(granules, source, destination, strides))
+        if self.in_flight is not None and parts:
+            ends = (
+                self._end(spaces[0], [(at, size) for at, _, size in parts]),
+                self._end(spaces[1], [(to, size) for _, to, size in parts]),
+            )
+            self.in_flight.start(number, self.starts[-1], semaphore, granules, ends)
 
         def read() -> list[tuple[np.ndarray, np.ndarray]]:
             data = [self._memory.read(spaces[0], at, size) for at, _, size in parts]
@@ -279,12 +300,15 @@ class Transfers:
             if spaces[1] == "vmem" and parts:
                 self._forget_behind({at: size for _, at, size in parts})
 
-        if self._order == 0 or self._only not in (None, bundle):
+        if self._order == 0 or (self._only is not None and number not in self._only):
             write(read())
             self._memory.semaphores[semaphore] += granules
             return
         data = read() if self._order == 2 else None
         self._under_way.append((semaphore, granules, lambda: write(read() if data is None else data)))
+
+    def _end(self, space: str, pieces: list[tuple[int, int]]) -> End:
+        return End.of(space, self._memory.name_at(space, pieces[0][0]), pieces)
 
     def _forget_behind(self, sizes: dict[int, int]) -> None:
         longest = self._longest[next(iter(sizes))]
@@ -313,6 +337,14 @@ class Transfers:
             _, granules, complete = self._under_way.pop(places[-1 if self._order == 1 else 0])
             complete()
             self._memory.semaphores[semaphore] += granules
+        if self.in_flight is not None:
+            self.in_flight.wait(semaphore, self._memory.semaphores[semaphore], amount)
+
+    def clear(self, semaphore: int) -> None:
+        """Sets a semaphore to 0."""
+        self._memory.semaphores[semaphore] = 0
+        if self.in_flight is not None:
+            self.in_flight.clear(semaphore)
 
     def in_words(self, semaphore: int, amount: int) -> str:
         """Returns what an amount at a semaphore stands for: bytes of transfers, or signals."""

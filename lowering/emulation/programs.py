@@ -3,11 +3,12 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lowering.emulation.in_flight import Meeting
 from lowering.emulation.kernels import (
     ARRAY_TYPE,
     OPERAND,
@@ -26,7 +27,7 @@ from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get
 from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles, value_of
-from lowering.tpu_core.dumps import KERNEL, TOP_LEVEL, Dumps
+from lowering.tpu_core.dumps import KERNEL, TOP_LEVEL, Dumps, place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.layouts import places_of
 from lowering.tpu_core.vector_unit import LANES
@@ -172,6 +173,7 @@ class Run:
         operands: Sequence[np.ndarray],
         *,
         order: str = Transfers.ORDERS[0],
+        only: Collection[int] | None = None,
         poison: int = POISONS[0],
         **options: Any,
     ) -> None:
@@ -184,7 +186,8 @@ class Run:
         self._options = options
         unit = granules_of_pointer(program.target)
         self._memory = Memory(poison=poison, granules_of_pointer=unit, forgets=poison != POISONS[0])
-        self._transfers = Transfers(self._memory, order)
+        is_watched = bool(options.get("checks"))
+        self._transfers = Transfers(self._memory, order, only, is_watched=is_watched)
         pairs = zip(program.parameters, operands, strict=True)
         self._parameters = [self._placed("parameter", poison, *pair) for pair in pairs]
         self._results = [self._placed("result", poison, array_type, None) for array_type in program.results]
@@ -220,6 +223,18 @@ class Run:
         clobbered = [Finding(part.name, part.source, what) for part, found in parts for what in found]
         at_the_end = left_over(self._memory, self._transfers, but=tuple(finding.what for finding in self._left))
         return (*clobbered, *self._left, *(Finding(PROGRAM, "", what) for what in at_the_end))
+
+    def meetings(self) -> tuple[Meeting, ...]:
+        """Returns which transfers were under way together and share bytes, if these were looked for."""
+        return () if self._transfers.in_flight is None else self._transfers.in_flight.meetings
+
+    def found(self, meeting: Meeting, depends: str) -> Finding:
+        """Makes a finding of transfers that meet, and what depends on that."""
+        first, second = (self.calls[start.part].part for start in (meeting.first, meeting.second))
+        at, then = first.bundles[meeting.first.bundle], second.bundles[meeting.second.bundle]
+        of_other = "" if first is second else f" of {second.name}"
+        said = meeting.said(place_of(at), f"{place_of(then)}{of_other}", depends)
+        return Finding(first.name, first.source, said)
 
     def _placed(self, name: str, poison: int, array_type: str, array: np.ndarray | None) -> int:
         if places_of(array_type)[0] not in (8, 16, 32):
@@ -291,13 +306,15 @@ class Run:
 
     def _count(self, called: Calls) -> None:
         """Runs a part, and counts what it does."""
-        start, started = time.perf_counter(), self._transfers.starts.total()
-        before = left_over(self._memory, self._transfers)
+        start, started = time.perf_counter(), len(self._transfers.starts)
+        before, caller = left_over(self._memory, self._transfers), self._transfers.part
+        self._transfers.part = called.part.name
         called.machine.run()
+        self._transfers.part = caller
         if called.part.is_kernel:
             left = left_over(self._memory, self._transfers, but=before)
             self._left |= dict.fromkeys(Finding(called.part.name, called.part.source, what) for what in left)
         called.count += 1
         called.seconds += time.perf_counter() - start
         if called.count == 1:
-            called.transfers = self._transfers.starts.total() - started
+            called.transfers = len(self._transfers.starts) - started

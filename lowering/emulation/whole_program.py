@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowering.compiling.compile import schedules_of
-from lowering.emulation.emulator import UNWRITTEN, Emulator, depending, of_fault
+from lowering.emulation.emulator import MOST_STARTS, UNWRITTEN, Emulator, depending, later, of_fault
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS
 from lowering.emulation.memory import Transfers
@@ -63,12 +63,18 @@ def emulated_program(
     except MachineFaultError as error:
         raise KernelFaultError(f"{PROGRAM} on {hardware.name}: {error}") from None
     found = dict.fromkeys(run.findings())
-    for how, what in _OTHER_WAYS if checks else ():
+
+    def depends_on(how: dict[str, Any]) -> str:
         try:
-            depends = depending(results, executed(**how)[0])
+            return depending(results, executed(**how)[0])
         except MachineFaultError as error:
-            depends = of_fault(error)
-        if depends:
+            return of_fault(error)
+
+    for meeting in run.meetings()[:MOST_STARTS]:
+        if depends := depends_on(later(meeting)):
+            found[run.found(meeting, depends)] = None
+    for how, what in _OTHER_WAYS if checks else ():
+        if depends := depends_on(how):
             found[Finding(PROGRAM, "", f"{depends} on {what}")] = None
     return Emulation(
         target=hardware.name,
