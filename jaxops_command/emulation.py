@@ -25,6 +25,7 @@ from lowering.emulation.report import NOTHING
 from lowering.measuring.inputs import made_up
 
 _FOUND, _NOTHING_RUNS = 1, 2
+_AT_MOST = 0.1  # of the largest element: more than operands that are rounded to bfloat16 explain, even in long sums
 
 
 def emulate(
@@ -69,14 +70,14 @@ def emulate(
         for (path, found), wanted in pairs
         if not fails
     ]
+    too_far = _too_far(compared, at_most)
     if as_json:
-        more = {"against the interpreter": compared or fails, "arguments": remark}
+        more = {"against the interpreter": compared or fails, "too far": too_far, "arguments": remark}
         print(json.dumps({**json.loads(emulation.to_json()), **more}, indent=2))
     else:
-        _show(emulation, compared, fails)
+        _show(emulation, compared, fails, is_wrong=bool(fails or too_far))
         if remark:
             show_text(remark)
-    too_far = _too_far(compared, at_most)
     if too_far:
         print(f"jaxops: {too_far}", file=sys.stderr)
     if emulation.findings or fails or too_far:
@@ -85,12 +86,12 @@ def emulate(
         raise typer.Exit(_NOTHING_RUNS)
 
 
-def _show(emulation: lowering.Emulation, compared: Sequence[Mapping[str, Any]], fails: str) -> None:
+def _show(emulation: lowering.Emulation, compared: Sequence[Mapping[str, Any]], fails: str, *, is_wrong: bool) -> None:
     """Prints what was executed and found, and how results compare with the interpreter's, or why it fails."""
     for table in emulation.tables():
         if isinstance(table, Table):
             show(table)
-        elif not (fails and table.plain.startswith(NOTHING)):  # one of the two has found something
+        elif not (is_wrong and table.plain.startswith(NOTHING)):  # the comparison has found something
             show_text(table.plain.replace('wrap the call in jaxops.use("pallas")', "give --implementation pallas"))
     if fails:
         show_text(f"Pallas' interpreter refuses it: {fails}")
@@ -105,8 +106,11 @@ def _too_far(compared: Sequence[Mapping[str, Any]], at_most: float | None) -> st
     nan = [name for name, one in apart.items() if one["NaN on one side"]]
     if nan:
         return f"NaN here or there, but not in both: {', '.join(nan)}"
-    far = [name for name, one in apart.items() if at_most is not None and not _is_within(one, at_most)]
-    return f"further from the interpreter's than {at_most:g} of the largest element: {', '.join(far)}" if far else ""
+    limit = _AT_MOST if at_most is None else at_most
+    far = [name for name, one in apart.items() if not _is_within(one, limit)]
+    advice = " (--at-most gives another limit)" if at_most is None else ""
+    words = f"further from the interpreter's than {limit:g} of the largest element{advice}: {', '.join(far)}"
+    return words if far else ""
 
 
 def _is_within(one: Mapping[str, Any], at_most: float) -> bool:

@@ -136,14 +136,16 @@ def emulate(
         typer.Option(
             metavar="FILE.npz",
             help="The arguments' arrays, in order. By default, random ones for types: floats from 0.1 to 1, and "
-            "integers from 0, often to 1 alone, which do not serve as lengths or tables.",
+            "integers from 0 and below the smallest size of the other arguments, often 0 and 1 alone, which do not "
+            "serve as lengths or tables.",
         ),
     ] = None,
     at_most: Annotated[
         float | None,
         typer.Option(
             metavar="PART",
-            help="Exit with 1 if a result differs from the interpreter's by more, such as 1e-2 of its largest element.",
+            help="Exit with 1 if a result differs from the interpreter's by more of its largest element; 0.1 by "
+            "default, more than rounding explains. Indices, and results that cancel to nearly 0, may need more.",
         ),
     ] = None,
     once: Annotated[
@@ -161,8 +163,8 @@ def emulate(
 
     It shows what they do and should not, how much of their code was executed, and how their results differ from those
     of Pallas' interpreter. It exits with 1 if anything was found, if one of the two gives NaN where the other does not,
-    or as --at-most says. Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a tuple, or a
-    function that returns one.
+    or if results are further from each other than --at-most says. Without --arg, the arguments are FILE.py's
+    FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
     require_one_of(EMULATED, "target", target)
     chosen = one_implementation_of(implementation)

@@ -77,12 +77,18 @@ def test_the_command_fails_where_results_are_too_far_from_the_interpreters(monke
 
     def code(*options):
         result = CliRunner().invoke(app, ["emulate", distances, "--target", "tpu-v5e", *options])
+        assert ("nothing was found" in result.stdout) == (result.exit_code == 0)
         return result.exit_code, result.stderr
 
     assert code("--at-most", "1e-2")[0] == 0
     failed, said = code("--at-most", "1e-3")
     assert failed == 1
     assert "further from the interpreter's than 0.001 of the largest element: result" in said
+    monkeypatch.setattr("jaxops_command.emulation.interpret", lambda *_, target: np.full((64, 256), 1e3, np.float32))
+    failed, said = code()
+    assert failed == 1
+    assert "than 0.1 of the largest element (--at-most gives another limit): result" in said
+    assert code("--at-most", "1")[0] == 0
     monkeypatch.setattr("jaxops_command.emulation.interpret", lambda *_, target: np.full((64, 256), np.nan, np.float32))
     failed, said = code()
     assert failed == 1
