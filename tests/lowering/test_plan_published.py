@@ -24,7 +24,8 @@ def test_bound_is_below_the_measured_time_within_the_stated_factor(run):
 
 def test_enough_runs_are_compared():
     runs = RESULTS["published"]
-    assert len(runs) >= 6
+    assert len(runs) >= 18
+    assert sum(run["plan"]["host_bytes"] > 0 for run in runs) >= 12
     assert {run["plan"]["target"].partition(":")[0] for run in runs} >= {"tpu-v5e", "tpu-v5p", "cuda-h100"}
 
 
@@ -38,6 +39,22 @@ def test_plans_are_in_the_order_of_the_measurements():
     for same in compared:
         measured = sorted(same, key=lambda run: run["measured_seconds"])
         assert sorted(same, key=lambda run: run["plan"]["serial_seconds"]) == measured
+
+
+def test_time_in_turn_is_near_the_measured_time_of_programs_that_xla_ran():
+    compared = [
+        run for run in RESULTS["published"] if run["name"].startswith("MaxText") and run["plan"]["link_seconds"]
+    ]
+    assert len(compared) >= 14
+    for run in compared:
+        assert 0.9 < run["measured_seconds"] / run["plan"]["serial_seconds"] < 1.25
+
+
+def test_weak_scaling_is_in_the_order_of_the_measurements():
+    same = [run for run in RESULTS["published"] if run["name"] == "MaxText Llama 3.1 70B"]
+    assert [run["plan"]["devices"] for run in same] == [32, 64, 128, 256]
+    measured = sorted(same, key=lambda run: run["measured_seconds"])
+    assert sorted(same, key=lambda run: run["plan"]["serial_seconds"]) == measured
 
 
 def test_memory_is_near_the_measured_memory():
