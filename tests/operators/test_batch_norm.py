@@ -333,7 +333,7 @@ REFUSALS = {
     "layout": (
         (X, ONE, ONE),
         {"layout": "CHWN"},
-        "layout must be one of NCHW, NHWC, NCDHW, NDHWC, NC, NCL, NLC; got 'CHWN'",
+        "layout must be one of NCHW, NHWC, NCDHW, NDHWC, NC, NCL, NLC; got 'CHWN', did you mean NCHW?",
     ),
     "layout-rank": (
         (X, ONE, ONE),

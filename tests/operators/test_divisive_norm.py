@@ -234,7 +234,12 @@ REFUSALS = {
     "none": (None, None, {}, "x must be given; got None"),
     "rank": (X[0], None, {}, "x must have rank 4 or 5; got float32[3, 4, 5]"),
     "dtype": (X.astype(np.int32), None, {}, "x must be floating point; got int32[2, 3, 4, 5]"),
-    "layout": (X, None, {"layout": "NCWH"}, "layout must be one of NCHW, NHWC, NCDHW, NDHWC; got 'NCWH'"),
+    "layout": (
+        X,
+        None,
+        {"layout": "NCWH"},
+        "layout must be one of NCHW, NHWC, NCDHW, NDHWC; got 'NCWH', did you mean NCHW?",
+    ),
     "means-shape": (X, X[:1], {}, "means must have x's shape and dtype, float32[2, 3, 4, 5]; got float32[1, 3, 4, 5]"),
     "means-dtype": (
         X,

@@ -154,7 +154,7 @@ REFUSALS = {
         {"layout": None},
         "layout must be NCHW or NHWC, as x has 4 axes and there is no default; got None",
     ),
-    "layout": (X, {"layout": "NCWH"}, "layout must be one of NCHW, NHWC, NCDHW, NDHWC; got 'NCWH'"),
+    "layout": (X, {"layout": "NCWH"}, "layout must be one of NCHW, NHWC, NCDHW, NDHWC; got 'NCWH', did you mean NCHW?"),
     "layout-rank": (X, {"layout": "NDHWC"}, "x must have 5 axes, as layout NDHWC says; got float32[2, 3, 4, 5]"),
     "n-zero": (X, {"n": 0}, "n must be an integer from 1 to 2147483647; got 0"),
     "n-float": (X, {"n": 5.0}, "n must be an integer from 1 to 2147483647; got 5.0"),

@@ -268,7 +268,11 @@ REFUSALS = {
     "axis-bool": (X, {"axis": True}, f"{AXES}True"),
     "axis-twice": (X, {"axis": (1, -1)}, f"{AXES}(1, -1)"),
     "axis-of-none": (X[0, 0], {"axis": 1}, "axis must be an integer in [-1, 1) or a tuple of different ones; got 1"),
-    "algorithm": (X, {"algorithm": "LOG"}, "algorithm must be one of fast, accurate, log; got 'LOG'"),
+    "algorithm": (
+        X,
+        {"algorithm": "LOG"},
+        "algorithm must be one of fast, accurate, log; got 'LOG', did you mean log?",
+    ),
     "algorithm-number": (X, {"algorithm": 2}, "algorithm must be one of fast, accurate, log; got 2"),
 }
 
