@@ -118,7 +118,7 @@ def test_plan_of_one_chip_may_name_the_mesh_and_donates(chip, tmp_path):
     indirect=True,
 )
 def test_plan_of_policies_says_what_offloading_stores_and_reads(chip, tmp_path):
-    rows, width = 2048, 512
+    rows, width = 8192, 512
     policies = {
         "keep": jax.checkpoint_policies.everything_saveable,
         "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
