@@ -230,7 +230,7 @@ FAMILIES = {
         (
             *(((F32, "NCHW", has_means), (128, 27 * 27, 96)) for has_means in (False, True)),
             *(((F32, "NHWC", has_means), (32, 56 * 56, 128)) for has_means in (False, True)),
-            # Columns in sublanes, of which few are compiled soonest.
+            # Columns lie in sublanes. The fewer there are, the faster the kernel compiles.
             *(((F32, "NHWC", True), sizes) for sizes in ((52, 16 * 16, 169), (19, 22 * 22, 146))),
         ),
     ),

@@ -65,7 +65,7 @@ def fsdp(size: int, tensor: int = 1, data: int = 1) -> dict[str, int]:
     return {"data": data, "fsdp": size, "tensor": tensor}
 
 
-# What MaxText's recipes store in the memory of the host.
+# What MaxText's recipes offload to host memory.
 OFFLOADED = ("layer_input", "query", "key", "value", "out")
 
 

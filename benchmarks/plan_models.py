@@ -25,7 +25,7 @@ class Decoder(NamedTuple):
       vocabulary_parallel: whether the table is split over its words alone, so that no chip gathers it; otherwise FSDP
         splits its features as well.
       remat: "full" keeps the input of each layer; "products" also what the matrix products give.
-      offloaded: what a layer stores in its host's memory, and computes no second time: names of `_block`.
+      offloaded: names in `_block` of what a layer offloads to host memory, in place of computing it again.
       features_split: whether the tensor axis also splits what passes from layer to layer, as MaxText's rules have it.
       parts: of the queries, in attention; a part, of at least 512, sees only the keys up to its last query.
       groups_in_turn: whether attention takes the heads of one key after those of another, so that as little is held at

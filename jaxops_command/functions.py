@@ -321,10 +321,9 @@ def plan(
     """Compiles a function for slices of chips that are not here.
 
     It tells what fits, what is sent, and how fast it could be. FUNCTION may also be a dict of functions, such as a step
-    for each policy of jax.checkpoint. Without --arg, the arguments are FILE.py's FUNCTION_args
-    or example_args: a tuple, or a function that returns one. How a mesh splits them is what the file's
-    FUNCTION_shardings(mesh), or shardings(mesh), returns: a tuple with a PartitionSpec, None, or a pytree of them for
-    each argument.
+    for each policy of jax.checkpoint. Without --arg, the arguments are FILE.py's FUNCTION_args or example_args: a
+    tuple, or a function that returns one. How a mesh splits them is what the file's FUNCTION_shardings(mesh), or
+    shardings(mesh), returns: a tuple with a PartitionSpec, None, or a pytree of them for each argument.
     """
     for name in target:
         require_target(name)

@@ -29,7 +29,7 @@ class Memory:
       aliased: what is part of both.
       temporaries: everything else, without the code.
       at_once: what a TPU's compiler says lives at the same time, where that is known.
-      host: temporaries in the memory of the host, such as activations that `jax.checkpoint` offloads.
+      host: temporaries in host memory, such as activations that `jax.checkpoint` offloads.
     """
 
     arguments: int
@@ -143,7 +143,7 @@ class CompiledReport:
         for name in ("arguments", "outputs", "aliased", "temporaries", "peak"):
             table.add_row(f"{name}, bytes", f"{getattr(self.memory, name):,}")
         if self.memory.host:
-            table.add_row("temporaries of the host, bytes", f"{self.memory.host:,}")
+            table.add_row("temporaries in host memory, bytes", f"{self.memory.host:,}")
         for name, count in self.kernels.items():
             table.add_row(f"kernel {name}", str(count))
         for resources in self.gpu_resources:

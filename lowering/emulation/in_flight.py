@@ -57,7 +57,7 @@ class End(NamedTuple):
 
 @dataclasses.dataclass
 class Meeting:
-    """Transfers that two places start, of which one was under way when the other was started, on the same bytes.
+    """Transfers of two places in the code that were in flight together and touch the same bytes.
 
     Attributes:
       first: where the earlier ones were started.

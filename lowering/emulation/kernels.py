@@ -138,7 +138,7 @@ class Execution:
       unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
       sent_unwritten: bundles that started transfers of such words from vector memory to HBM, and how often.
       starts: the bundle that started each transfer.
-      meetings: transfers under way together that share bytes, of which one writes; if these were looked for.
+      meetings: transfers that were in flight together where one wrote bytes that they share; if these were looked for.
       left_over: what was not as it must be at the end.
     """
 

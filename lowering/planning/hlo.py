@@ -129,7 +129,8 @@ class Program:
             return int(noted)
         condition = self.computations.get(loop.attribute(r"\bcondition=%([^\s,)}]+)") or "", {})
         limits = [limit for one in condition.values() if (limit := _constant(one)) is not None]
-        return limits[0] - _start(loop, condition, lines) if len(limits) == 1 else None
+        turns = limits[0] - _start(loop, condition, lines) if len(limits) == 1 else 0
+        return turns if turns > 0 else None  # a counter may also go down
 
 
 def _start(loop: Instruction, condition: Mapping[str, Instruction], lines: Mapping[str, Instruction]) -> int:

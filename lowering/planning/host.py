@@ -14,8 +14,8 @@ class HostCopies(NamedTuple):
     """Bytes that one chip and its host send each other in a step.
 
     Attributes:
-      stored: in the host's memory.
-      read: from the host's memory.
+      stored: in host memory.
+      read: from host memory.
     """
 
     stored: int
@@ -23,7 +23,7 @@ class HostCopies(NamedTuple):
 
 
 def host_copies(program: Program) -> HostCopies:
-    """Adds up what a program stores in the host's memory and reads from there, with the turns of loops."""
+    """Adds up what a program stores in host memory and reads from there, with the turns of loops."""
     stored = read = 0
     for name, _, count in program.runs():
         for line in program.computations[name].values():

@@ -54,7 +54,7 @@ class Row:
       matmul_seconds: these at the published rate.
       memory_seconds: to read arguments, to write results, and to write and read temporaries, once each.
       link_seconds: of all collectives, one after the other.
-      host_bytes: that are stored in the host's memory and read from there.
+      host_bytes: that are stored in host memory and read back.
       host_seconds: of these, one after the other, at the published rate; None where none is published.
       replayed_seconds: by the compiler's own schedule, for a single TPU if all of its schedule can be replayed.
       tokens_per_second: of the whole slice at `bound_seconds`; None without `tokens`.

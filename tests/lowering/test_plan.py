@@ -134,13 +134,24 @@ def test_copies_to_the_host_count_turns_and_directions():
     assert host_copies(hlo.parse(OFFLOADING)) == (6 * 2 * 8 * 16 + 4 * 2 * 4, 6 * 2 * 8 * 16 + 4 * 8 * 2 * 4)
 
 
-def test_a_loop_of_which_a_turn_was_taken_out_turns_less_often():
-    carried = """  %one = s32[] constant(1)
-  %counter = s32[]{:T(128)} copy(%one)
-  %carried = (s32[], bf16[8,16]{1,0}) tuple(%counter, %x)
+def counting_from(start: int) -> str:
+    """The program, whose loop's counter starts there."""
+    carried = f"""  %start = s32[] constant({start})
+  %counter = s32[]{{:T(128)}} copy(%start)
+  %carried = (s32[], bf16[8,16]{{1,0}}) tuple(%counter, %x)
   %while.1 = """
-    program = hlo.parse(PROGRAM.replace("  %while.1 = ", carried).replace("while(%x)", "while(%carried)"))
+    return PROGRAM.replace("  %while.1 = ", carried).replace("while(%x)", "while(%carried)")
+
+
+def test_a_loop_of_which_a_turn_was_taken_out_turns_less_often():
+    program = hlo.parse(counting_from(1))
     assert next(one.count for one in collectives(program, MESH) if one.kind == "all-gather") == 5
+
+
+def test_a_loop_that_counts_down_is_not_understood():
+    down = hlo.parse(counting_from(8).replace("direction=LT", "direction=GT"))
+    assert down.unknown_loops == ("while.1",)
+    assert next(one.count for one in collectives(down, MESH) if one.kind == "all-gather") == 1
 
 
 def test_a_loop_that_data_decides_is_named():
