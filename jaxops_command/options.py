@@ -130,7 +130,7 @@ def require_one_of(names: Iterable[Any], subject: str, got: Any) -> None:
 def meant(word: str, known: Sequence[str]) -> str:
     """Asks, after a comma, whether the known names nearest to an unknown one were meant; empty if none is near."""
     # As `lowering.describe.meant` does, whose import takes JAX's seconds before a mistyped option is refused.
-    word = word.lower()
+    word = word.lower() if len(word) <= _MOST_SHOWN else ""
     likeness = {one: _likeness(word, one.lower()) for one in known}
     best = max(likeness.values(), default=0.0)
     near = [one for one, value in likeness.items() if value == best]

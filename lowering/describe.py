@@ -65,7 +65,7 @@ def one_of(known: Iterable[str], name: Any) -> str:
 
 def meant(name: Any, known: Iterable[str]) -> str:
     """Asks, after a comma, whether the known names nearest to an unknown one were meant; empty if none is near."""
-    word = name.lower() if isinstance(name, str) else ""
+    word = name.lower() if isinstance(name, str) and len(name) <= _MAX_SHOWN else ""
     likeness = {one: _likeness(word, one.lower()) for one in known}
     best = max(likeness.values(), default=0.0)
     near = [one for one, value in likeness.items() if value == best]
