@@ -64,6 +64,7 @@ def test_examples_fit_their_column() -> None:
     assert [line for line in lines if line.startswith((">>> ", "... ")) and len(line) > 88] == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PUBLIC)
 def test_example_runs_as_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

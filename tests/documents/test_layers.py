@@ -1,6 +1,7 @@
 """Imports, calls and reading point one way: tests -> jaxops_command -> jaxops -> lowering -> pallas_kernels -> jax."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -73,9 +74,12 @@ NOT_LOADED = {*DEFERRED, *FOR_FRAMEWORKS, *FOR_FRAMEWORKS.values()} - {"jax._src
 NOT_LOADED |= {"hypothesis", "optax", "pytest", "sklearn", "typer"}
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIRED = {re.match(r"[\w-]+", requirement).group() for requirement in PROJECT["dependencies"]}
 LIGHT = {"jaxops_command", "jaxops_command.app", "jaxops_command.functions", "jaxops_command.options"}
 
 
+@functools.cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(), filename=str(FILES[module]))
 
@@ -103,9 +107,7 @@ def _third_party(module: str) -> set[str]:
     """The distributions that a module may import when it is itself imported: those that its users have."""
     if _within(module, "pallas_kernels"):
         return {"jax"}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {re.match(r"[\w-]+", requirement).group() for requirement in project["dependencies"]}
-    return required | {FOR_FRAMEWORKS[module]} if module in FOR_FRAMEWORKS else required
+    return REQUIRED | {FOR_FRAMEWORKS[module]} if module in FOR_FRAMEWORKS else REQUIRED
 
 
 def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -121,8 +123,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from _run_at_import(child)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_down(module: str) -> None:
+def _imports_point_down(module: str) -> None:
     for name in _imports(module):
         top = name.split(".")[0]
         assert top not in ABOVE, f"{module} imports {name}"
@@ -134,6 +135,62 @@ def test_imports_point_down(module: str) -> None:
             assert [name for name in _imports(module) if _within(name, imported)] == []
 
 
+def _imports_need_no_extra(module: str) -> None:
+    allowed = _third_party(module) | set(MAY_IMPORT) | sys.stdlib_module_names
+    at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
+    assert {name.split(".")[0] for name in at_import} <= allowed
+
+
+def _nothing_imports_the_modules_for_a_framework(module: str) -> None:
+    assert [name for name in _imports(module) if _within(name, *FOR_FRAMEWORKS)] == []
+
+
+def _imports_stand_at_the_top(module: str) -> None:
+    tree = _tree(module)
+    at_import = set(_run_at_import(tree))
+    late = [name for node in ast.walk(tree) if node not in at_import for name in _imported(node)]
+    deferred = (*DEFERRED, "jaxops_command") if module in LIGHT else DEFERRED
+    assert [name for name in late if not _within(name, *deferred)] == []
+
+
+def _imports_are_not_guarded(module: str) -> None:
+    handlers = [node.type for node in ast.walk(_tree(module)) if isinstance(node, ast.ExceptHandler) and node.type]
+    caught = {name.id for handler in handlers for name in ast.walk(handler) if isinstance(name, ast.Name)}
+    assert caught.isdisjoint({"ImportError", "ModuleNotFoundError"})
+
+
+def _environment_is_not_read_at_import(module: str) -> None:
+    reads = {"environ", "environb", "getenv", "getenvb"}
+    for node in _run_at_import(_tree(module)):
+        names = {node.attr} if isinstance(node, ast.Attribute) else {name.split(".")[-1] for name in _imported(node)}
+        assert names.isdisjoint(reads), f"{module}:{node.lineno}"
+
+
+def _private_jax_is_used_in_one_file(module: str) -> None:
+    if module.split(".")[-1] == "_jax_private":
+        return
+    assert [name for name in _imports(module) if _within(name, "jax._src")] == []
+    private = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute) and node.attr == "_src"]
+    assert [chain for chain in map(ast.unparse, private) if chain == "jax._src"] == []
+
+
+RULES = (
+    _imports_point_down,
+    _imports_need_no_extra,
+    _nothing_imports_the_modules_for_a_framework,
+    _imports_stand_at_the_top,
+    _imports_are_not_guarded,
+    _environment_is_not_read_at_import,
+    _private_jax_is_used_in_one_file,
+)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_module_keeps_its_layer(module: str) -> None:
+    for rule in RULES:
+        rule(module)
+
+
 @pytest.mark.parametrize(
     "module", [module for module in FILES if _within(module, REPLAY, "lowering.tpu_core", "lowering.emulation")]
 )
@@ -143,18 +200,6 @@ def test_replays_and_emulation_decide_nothing(module: str) -> None:
     if _within(module, REPLAY, "lowering.tpu_core") and module not in COMPARE_REPLAYS:
         assert [name for name in ours if not _within(name, *A_REPLAY_MAY_IMPORT)] == []
         assert [name for name in ours if _within(name, *COMPARE_REPLAYS)] == []
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_imports_need_no_extra(module: str) -> None:
-    allowed = _third_party(module) | set(MAY_IMPORT) | sys.stdlib_module_names
-    at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
-    assert {name.split(".")[0] for name in at_import} <= allowed
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_nothing_imports_the_modules_for_a_framework(module: str) -> None:
-    assert [name for name in _imports(module) if _within(name, *FOR_FRAMEWORKS)] == []
 
 
 @pytest.mark.parametrize("framework", sorted({*FOR_FRAMEWORKS.values()}))
@@ -175,15 +220,6 @@ for module in {modules}:
     assert len(result.stdout.split()) == len(modules)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_stand_at_the_top(module: str) -> None:
-    tree = _tree(module)
-    at_import = set(_run_at_import(tree))
-    late = [name for node in ast.walk(tree) if node not in at_import for name in _imported(node)]
-    deferred = (*DEFERRED, "jaxops_command") if module in LIGHT else DEFERRED
-    assert [name for name in late if not _within(name, *deferred)] == []
-
-
 @pytest.mark.parametrize("module", sorted(LIGHT))
 def test_options_and_help_need_only_typer(module: str) -> None:
     at_import = [name for node in _run_at_import(_tree(module)) for name in _imported(node)]
@@ -191,28 +227,6 @@ def test_options_and_help_need_only_typer(module: str) -> None:
     assert [
         n for n in at_import if n.split(".")[0] not in allowed and not _within(n, *LIGHT - {"jaxops_command"})
     ] == []
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_imports_are_not_guarded(module: str) -> None:
-    handlers = [node.type for node in ast.walk(_tree(module)) if isinstance(node, ast.ExceptHandler) and node.type]
-    caught = {name.id for handler in handlers for name in ast.walk(handler) if isinstance(name, ast.Name)}
-    assert caught.isdisjoint({"ImportError", "ModuleNotFoundError"})
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_environment_is_not_read_at_import(module: str) -> None:
-    reads = {"environ", "environb", "getenv", "getenvb"}
-    for node in _run_at_import(_tree(module)):
-        names = {node.attr} if isinstance(node, ast.Attribute) else {name.split(".")[-1] for name in _imported(node)}
-        assert names.isdisjoint(reads), f"{module}:{node.lineno}"
-
-
-@pytest.mark.parametrize("module", [module for module in FILES if module.split(".")[-1] != "_jax_private"])
-def test_private_jax_is_used_in_one_file(module: str) -> None:
-    assert [name for name in _imports(module) if _within(name, "jax._src")] == []
-    chains = [ast.unparse(node) for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute)]
-    assert [chain for chain in chains if _within(chain, "jax._src")] == []
 
 
 @pytest.mark.parametrize("module", [module for module in FILES if _within(module, "lowering")])

@@ -75,12 +75,14 @@ def test_scale_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [float(names[name]) for name in ("by_rows", "by_vocabulary")] == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_frameworks_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("frameworks.md", monkeypatch)
     for framework in ("nnx", "linen", "equinox"):
         assert float(names[f"{framework}_loss"]) == pytest.approx(math.log(1000), rel=0.2)
 
 
+@pytest.mark.slow
 def test_recipes_are_those_of_logits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(block.count("\n") for block in re.findall(r"(?<=\ndef )(?:.+\n)+", "\n".join(blocks("recipes.md")))) < 15
     names = program("recipes.md", monkeypatch)

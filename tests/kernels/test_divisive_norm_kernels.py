@@ -45,10 +45,10 @@ def in_oracle(array):
     return np.moveaxis(array.reshape(-1, *array.shape[-3:]), -1, 1)
 
 
-def launched(x, means, grad, n, row_bytes=2**14, **attributes):
+def launched(x, means, grad, n, row_bytes=2**14, detect_races=False, **attributes):
     """The results of both kernels, in order: y and the gradients of x and the means."""
     params = {"window": (1, n, n), **STRONG, **attributes, "config": {"row_bytes": row_bytes}}
-    interpret = pltpu.InterpretParams(detect_races=True)
+    interpret = pltpu.InterpretParams(detect_races=detect_races)
     forward = jax.jit(functools.partial(kernel.run, **params, interpret=interpret))
     backward = functools.partial(kernel.run_backward, means_grad=True, **params, interpret=interpret)
     return *forward(Images(x, means)), *jax.jit(backward)(Images(x, means), grad)
@@ -64,12 +64,13 @@ def test_divisive_norm_kernels_agree_with_float64(shape, n, cuts, with_means, ca
     truth = oracle.within_channels(
         in_oracle(x), in_oracle(means if with_means else 0 * x), in_oracle(grad), n=n, **STRONG
     )
-    for actual, exact in zip(launched(x, means, grad, n), truth, strict=True):
+    for actual, exact in zip(launched(x, means, grad, n, detect_races=True), truth, strict=True):
         assert (actual.shape, actual.dtype) == (x.shape, x.dtype)
         np.testing.assert_allclose(in_oracle(actual), exact, rtol=1e-5, atol=2e-6 * np.abs(exact).max())
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("name", ["columns-in-sublanes", "ragged-channels"])
@@ -84,6 +85,7 @@ def test_divisive_norm_kernels_round_once(name, dtypes):
         np.testing.assert_allclose(in_oracle(actual), exact, rtol=rounding, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes", "images-in-sublanes"])
 def test_divisive_norm_kernels_keep_the_digits_of_deviations(name):
     """Pixels and means are near 1e4, their deviations near 1; a single pixel is far from all others."""
@@ -98,6 +100,7 @@ def test_divisive_norm_kernels_keep_the_digits_of_deviations(name):
         np.testing.assert_allclose(in_oracle(actual), exact, atol=1e-5 * np.abs(exact).max(), rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["pixels-outside", "columns-in-sublanes", "images-in-sublanes"])
 @pytest.mark.parametrize("pixel", [np.inf, 1e25, np.nan])

@@ -112,6 +112,7 @@ def test_dropout_draws_only_the_digits_that_decide(keep, count):
     assert "".join("1" if digit else "0" for pair in pairs for digit in pair) == written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [50, 179])
 def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng, capfd, emulated):
     """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in another.

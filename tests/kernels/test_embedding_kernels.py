@@ -133,6 +133,7 @@ def test_embedding_kernel_is_the_same_in_every_run_and_order(name, rng):
             assert np.asarray(again[0]).tobytes() == first.tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("fullest", [0, 5, 11, 12])
 def test_embedding_kernel_spreads_the_fullest_tile_over_the_steps_of_others(fullest, rng, capfd, emulated):

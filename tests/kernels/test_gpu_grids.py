@@ -56,6 +56,7 @@ def grids(monkeypatch):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_grids_of_the_largest_shapes_fit_what_cuda_launches(name, grids):
     with lowering.use("pallas"):

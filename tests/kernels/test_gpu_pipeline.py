@@ -78,6 +78,7 @@ def drawn(seed, form):
     return {**config, **FORMS[form]}, (chance.choice([100, 300]), 64 * chance.randrange(1, 6), chance.choice([60, 300]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 def test_pipeline_has_no_hazard_under_any_schedule(form):
     for seed in range(SCHEDULES):

@@ -90,6 +90,7 @@ def test_grid_sample_kernels_round_once(name):
     assert_all_close(actual, operands, rtol=0.51 * float(jnp.finfo("bfloat16").eps) + 1e-5)
 
 
+@pytest.mark.long
 def test_grid_sample_kernels_read_no_pixel_for_points_elsewhere():
     """Infinite pixels and gradients show in the points and pixels that they belong to, and in no others."""
     x, grid, grad = draw(CASES["odd-columns"][:3])
@@ -101,6 +102,7 @@ def test_grid_sample_kernels_read_no_pixel_for_points_elsewhere():
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.long
 def test_grid_sample_kernels_add_equal_points_in_their_order():
     """All points read the same pixels: their gradients are added in one order, whatever the configuration."""
     x, _, grad = draw(((1, 3), (2, 3), (3, 6)))

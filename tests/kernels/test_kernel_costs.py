@@ -76,6 +76,7 @@ def bytes_of_kernels(function, operands):
     return [cost["bytes_accessed"] for cost in costs]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_costs_count_the_bytes_that_pass(name):
     function, operands, least, most = CASES[name]

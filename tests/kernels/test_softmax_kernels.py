@@ -300,6 +300,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("promise", MESHES, ids=contract.promise_name)
 @pytest.mark.parametrize("implementation", ["interpret:mosaic_tpu"])
 def test_softmax_kernel_keeps_promise(implementation, promise):

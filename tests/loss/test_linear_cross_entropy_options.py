@@ -42,6 +42,7 @@ def with_margin(x, weight, labels, margin, softcap=np.inf):
     return -(log_p[rows, labels] * kept).sum() / kept.sum(), cotangent @ weight, cotangent.T @ x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("by_class", "cap"),
     [(False, {}), (True, {}), (False, {"softcap": 2.0})],
@@ -58,6 +59,7 @@ def test_a_margin_is_subtracted_from_the_logit_of_the_label(strategy, by_class, 
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_margin_over_a_split_vocabulary_equals_one_device(rng):
     x, weight, labels = make_case(rng, rows=(13,), classes=32)
     margin = rng.uniform(0.1, 2, size=32).astype(np.float32)
@@ -93,6 +95,7 @@ def test_margins_are_refused_in_one_sentence(margin, labels, words):
     assert str(refusal.value).startswith(f"linear_cross_entropy: margin must be {words}; got ")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("x_dtype", "weight_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_operands_of_two_dtypes_have_products_in_the_weights(strategy, x_dtype, weight_dtype, rng):
@@ -110,6 +113,7 @@ def test_operands_of_two_dtypes_have_products_in_the_weights(strategy, x_dtype, 
         assert np.linalg.norm(np.float64(actual) - wanted) / np.linalg.norm(wanted) < 6e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["auto", "xla_prior_shift", "reference"])
 def test_a_loss_of_rows_that_are_nearly_certain_keeps_its_digits(form, rng):
     """Of about 4e-7: added to the 1 of the label, the small exponentials of most columns would be lost."""

@@ -156,6 +156,7 @@ def test_prior_shift_takes_logits_of_any_size(scale, dtype, rng):
     assert max(gradients) < (1e-5 if dtype == "float32" else 4e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.usefixtures("fuses")
 def test_chunks_are_computed_again_in_whatever_order_rows_are_taken(dtype, rng, chunks):
@@ -178,6 +179,7 @@ def test_chunks_are_computed_again_in_whatever_order_rows_are_taken(dtype, rng, 
         assert np.linalg.norm(np.float64(actual) - wanted) / np.linalg.norm(wanted) < limit
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("excess", [0.0, 100.0])
 def test_each_device_of_a_mesh_takes_its_own_rows_and_those_that_fail_again(
@@ -203,6 +205,7 @@ def test_each_device_of_a_mesh_takes_its_own_rows_and_those_that_fail_again(
     assert list(gathered_sizes(compiled.as_text())) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("excess", [50.0, 70.0, 1e4])
 def test_rows_whose_maximum_is_nowhere_near_the_reference_are_computed_again(excess, rng, chunks):

@@ -85,6 +85,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_weight_that_is_not_split_over_the_vocabulary_axis_is_refused(kind):
     fn = functools.partial(LOSSES[kind], vocab_axis="vocab")

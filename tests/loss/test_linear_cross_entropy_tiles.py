@@ -80,6 +80,7 @@ def test_weight_gradient_may_be_added_up_in_bfloat16(rng):
     assert 1.2 < weight_error < 2.4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("return_aux", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whole_chunks_of_ignored_rows_are_left_out_unless_aux_is_returned(strategy, return_aux, rng, monkeypatch):
@@ -104,6 +105,7 @@ def test_whole_chunks_of_ignored_rows_are_left_out_unless_aux_is_returned(strate
     assert sum(counts) >= all_logits if return_aux else 0 < sum(counts) <= all_logits // 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("platform", "kept"), [("cpu", 4), ("cpu", 0), ("tpu", 4), ("tpu", 0)])
 def test_tuning_store_rows_run_no_step_without_a_row_that_counts(platform, kept, monkeypatch):
     """Eleven rows in chunks of three, so that one is filled up. On TPUs, sums start from memory that holds anything."""

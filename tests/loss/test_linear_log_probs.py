@@ -325,6 +325,7 @@ def test_linear_log_probs_run_kernels_where_asked(rng):
     assert [(row.operator, row.implementation) for row in explained.rows] == [("linear_cross_entropy", "mosaic_tpu")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("is_scaled", "softcap"), [(False, None), (True, None), (True, 3.0)])
 def test_linear_log_probs_run_the_tpu_kernel(is_scaled, softcap, rng):
     x, weight, labels = draw(rng, dtype="bfloat16")

@@ -121,6 +121,7 @@ def test_a_process_that_says_nothing_more_is_ended_and_blamed():
     assert ending.begun == {"kernel": "endless"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "begun"),
     [(BEGIN, {"kernel": "endless"}), ([*BEGIN, RUNS, RAN], None)],
@@ -178,6 +179,7 @@ def done(case, **more):
 HUNG = {"operator": "toy_double", "kernel": "endless", "operands": ["float32[3]"], "attributes": "", "config": {}}
 
 
+@pytest.mark.slow
 def test_a_hang_costs_one_kernel_and_the_next_campaign_goes_on(script, tmp_path):
     steps, requests = script
     steps += [

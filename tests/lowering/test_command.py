@@ -609,6 +609,7 @@ def test_refused_kernel_names_the_exception(tmp_path: Path, monkeypatch: pytest.
     assert json.loads(record)["implementations"] == {"tpu": {"dropout": ["reference"]}}
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("user_file")
 @pytest.mark.parametrize("columns", [40, 80])
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_dumps_of_mosaic_gpu_are_read(tmp_path):
     assert gpu_resources(tmp_path) == [one, two]
 
 
+@pytest.mark.slow
 def test_compiler_process_is_kept_and_replaced_when_it_has_ended(tmp_path):
     def process_of_a_refusal(name):
         folder = tmp_path / name

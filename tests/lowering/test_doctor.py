@@ -254,6 +254,7 @@ def test_fault_is_found_inside_an_operator_of_this_library() -> None:
     assert "test_doctor.py" in line
 
 
+@pytest.mark.slow
 def test_this_library_avoids_what_it_can() -> None:
     silent = [fault for fault in FAULTS if "silently" in fault.what or "crashes" in fault.what]
     assert len(silent) == 8

@@ -98,6 +98,7 @@ def test_artifact_takes_its_second_step():
     assert found[0].first.tx is exported_training.OPTIMIZERS["adamw"]
 
 
+@pytest.mark.slow
 def test_artifact_takes_its_second_step_in_a_fresh_process(tmp_path):
     step = jax.jit(exported_training.step)
     lowering.export(step, exported_training.start(), *exported_training.batch()).save(tmp_path / "step")
@@ -118,6 +119,7 @@ np.savez(sys.argv[1] + "/results.npz", *jax.tree.leaves(found))
         np.testing.assert_allclose(found, true, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_artifact_gives_stand_ins_for_classes_that_are_not_imported_and_imports_none(tmp_path):
     run, data = exported_training.start(), exported_training.batch()
     lowering.export(exported_training.start, platforms="cpu").save(tmp_path / "start")

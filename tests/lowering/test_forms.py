@@ -108,6 +108,7 @@ def implementations(fn, operands, target):
     return {row.operator: row.implementation for row in lowering.explain(fn, *operands, target=target).rows}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 def test_explain_names_the_form_where_it_runs_and_reference_elsewhere(name):
     target, operator, fn, operands, refused, _ = FORMS[name]
@@ -130,6 +131,7 @@ def test_explain_says_why_a_form_that_is_meant_for_the_platform_does_not_run():
     assert row.refusals == ()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 def test_use_reference_runs_one_program_on_every_platform(name):
     target, _, fn, operands, *_ = FORMS[name]
@@ -140,6 +142,7 @@ def test_use_reference_runs_one_program_on_every_platform(name):
     assert text(fn, operands, platform) != reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 def test_use_asks_for_a_form_by_name_on_any_platform(name):
     target, operator, fn, operands, refused, reason = FORMS[name]
@@ -190,6 +193,7 @@ def shared_scatters(fn, operands):
     return [dtype for is_unique, dtype in found if is_unique == "false"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_on_gpus_scatter_each_float_to_a_place_of_its_own(name):
     """Their scatters add with atomics, in another order each time; counts do not depend on it."""

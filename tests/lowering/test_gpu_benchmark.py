@@ -72,6 +72,7 @@ def test_the_first_call_fits_its_time(benchmark):
     assert CASE_SECONDS * sum(map(len, timed)) + share + GRID_SECONDS <= benchmark.CALL_SECONDS
 
 
+@pytest.mark.slow
 def test_the_grid_has_every_kernel_but_those_of_the_vocabulary_s_parts(benchmark):
     grid = importlib.import_module("gpu_grid")
     found = {"linear_cross_entropy", "linear_cross_entropy_sum_with_gradients", "linear_cross_entropy_backward"}

@@ -28,6 +28,7 @@ def problems_of(case, size):
     return [(use.operator, use.operands, use.params) for use in found.values()]
 
 
+@pytest.mark.slow
 def test_suite_has_every_kernel():
     """At the sizes that are rehearsed; nothing is computed."""
     used = set()
@@ -40,6 +41,7 @@ def test_suite_has_every_kernel():
     assert len({case.name for case in SUITE}) == len(SUITE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(257, 64, 600, "bfloat16"), (2100, 32, 300, "float32")], ids=str)
 @pytest.mark.parametrize("name", ["linear cross entropy", "linear cross entropy, gradients in the forward pass"])
 def test_each_form_has_the_results_that_a_campaign_compares(name, size):

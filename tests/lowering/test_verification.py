@@ -131,6 +131,7 @@ def test_a_kernel_that_hangs_stops_nothing(offered, monkeypatch):
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ended_the_process_is_not_tried_again(tmp_path):
     program = (
         "import test_verification as v, numpy as np, jaxops; v.simulate(v.crashing); jaxops.softmax(v.X); print(1)"

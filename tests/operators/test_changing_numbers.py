@@ -303,6 +303,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(not STATM.exists(), reason="the system does not tell how much memory a process has")
 @pytest.mark.parametrize("name", EAGER)
 def test_new_numbers_neither_compile_nor_take_memory(name, compilations):

@@ -73,6 +73,7 @@ def nnx_steps(layer, batches, weights):
     return [nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in jax.tree.leaves(found)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +115,7 @@ def test_nnx_batch_norm_exchanges_state_with_flax(batches):
     close(merged(batches[0]), ours(batches[0]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("input_dtype", [jnp.float32, jnp.bfloat16], ids=["float32_x", "bfloat16_x"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["no_dtype", "bfloat16"])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32_params", "bfloat16_params"])
@@ -217,6 +219,7 @@ def test_batch_norms_share_statistics_over_a_mesh(batches):
         train(split, batches[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(4, 5, 6, CHANNELS), (4, 5, 6, 1), (6, 1)], ids=str)
 def test_batch_norms_count_what_a_mask_says_as_flax(shape, batches, rng):
     x, mask = batches[0], jnp.asarray(rng.random(shape) < 0.6)
@@ -251,6 +254,7 @@ def mapped(layer):
     return jax.vmap(layer, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axis_name", [None, "batch"], ids=["whole", "in a vmap"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_equinox_batch_norm_trains_and_infers_as_equinox(affine, axis_name, batches, rng):
@@ -389,6 +393,7 @@ def nnx_layers(**options):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", nnx_layers(), ids=["biased", "unbiased", "tied"])
 def test_nnx_loss_head_is_the_cross_entropy_of_the_layers_logits(layer, rng):
     x = rows(rng, 2, 4)
@@ -477,6 +482,7 @@ def test_linen_loss_heads_load_the_checkpoint_of_a_model(rng):
     close(ours, theirs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", ["biased", "unbiased", "tied"])
 def test_equinox_loss_head_is_the_cross_entropy_of_the_layers_logits(layer, rng):
     if layer == "tied":
@@ -568,6 +574,7 @@ def test_flax_pools_are_those_of_flax(shape, window, strides, padding, rng):
         close(pull(theirs), their_pull(theirs))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["MaxPool2d", "AvgPool2d"])
 @pytest.mark.parametrize(
     "arguments",

@@ -150,6 +150,7 @@ def assert_rounded_once(grad, true):
     np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=0, atol=1e-3 * np.abs(true).max() + LEAST)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, row in ROWS.items() for size in row.sizes])
 def test_float16_gradients_are_rounded_once(name, size):
     row, rng = ROWS[name], np.random.default_rng(0)

@@ -25,6 +25,7 @@ def good(x: jax.Array, w: jax.Array) -> jax.Array:
     return x * x * w[None, :]
 
 
+@pytest.mark.slow
 def test_sound_function_keeps_every_promise() -> None:
     report = check_operator(good, (X, W), batched=(0, None), reference=lambda x, w: x * x * w[None, :])
     report.raise_if_broken()
@@ -169,6 +170,7 @@ def test_each_promise_has_a_function_that_breaks_it() -> None:
     assert tuple(BROKEN) == PROMISES
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BROKEN)
 def test_promise_catches_what_breaks_it(name: str) -> None:
     fn, evidence = BROKEN[name]

@@ -168,6 +168,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_of_a_peer_is_caught(name: str) -> None:
     if name == "composite" and jax.__version_info__ >= (0, 12):

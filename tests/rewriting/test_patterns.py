@@ -48,6 +48,7 @@ def marked_line(fn: Callable[..., Any], mark: str = "# here") -> int:
     return first + offset
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("_few_logits_count")
 @pytest.mark.parametrize("name", PLANTED)
 def test_explain_finds_what_is_planted(name: str) -> None:
@@ -58,6 +59,7 @@ def test_explain_finds_what_is_planted(name: str) -> None:
     assert found.count == count
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("_few_logits_count")
 @pytest.mark.parametrize("name", CLEAN)
 def test_explain_finds_nothing_in_clean_functions(name: str) -> None:
@@ -66,6 +68,7 @@ def test_explain_finds_nothing_in_clean_functions(name: str) -> None:
     assert (explanation.opportunities, explanation.near_misses) == ((), ())
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("_few_logits_count")
 @pytest.mark.parametrize("name", [name for name in PLANTED if "shard" not in name])
 def test_explain_finds_the_same_under_vmap(name: str) -> None:

@@ -92,6 +92,7 @@ def test_what_stays_as_it_is_becomes_calls(few_logits_count) -> None:
         assert_alike(transform(lowering.rewrite(deep_loss))(*ARGS), transform(deep_loss)(*ARGS))
 
 
+@pytest.mark.slow
 def test_calls_are_not_compiled_where_arrays_are_computed_at_once(few_logits_count, monkeypatch) -> None:
     few_logits_count(95)
     monkeypatch.setattr(ordering, "_bind_call", None)
@@ -102,6 +103,7 @@ def test_calls_are_not_compiled_where_arrays_are_computed_at_once(few_logits_cou
     assert_alike(jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *ARGS), [deep_loss(*ARGS)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of_labels", [P("data"), P()], ids=["labels split", "labels whole"])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 def test_rewritten_functions_run_on_meshes(kind, of_labels, few_logits_count) -> None:

@@ -66,6 +66,7 @@ FORMS: dict[str, Callable[[Any, Any], Any]] = {
 HALVES = ("where bernoulli", "inverse rate", "product with a scaled mask", "equinox", "flax linen", "haiku")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in FORMS), *((name, "bfloat16") for name in HALVES)]
 )
@@ -154,6 +155,7 @@ LIKENESSES: dict[str, tuple[Callable[[Any, Any], Any], str | tuple[str, ...]]] =
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LIKENESSES)
 def test_what_only_resembles_dropout_is_left_alone(name: str) -> None:
     fn, reason = LIKENESSES[name]

@@ -98,6 +98,7 @@ def temporaries(fn: Callable[..., Any], args: Any) -> int:
     return jax.jit(heads.with_gradients(fn)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "dtype", "size"), HEADS, ids=named)
 def test_a_head_is_rewritten_or_the_reason_is_said(name: str, dtype: Any, size: tuple[int, ...]) -> None:
     report = lowering.rewrite(FORMS[name][0]).report(*heads.arguments(name, dtype, *size))
@@ -132,6 +133,7 @@ def test_what_is_said_of_memory_is_what_xla_reports(
         assert min(plain, turned) - temporaries(lowering.rewrite(fn), args) < 0.2 * min(plain, turned)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=named)
 @pytest.mark.parametrize("name", FORMS)
 def test_16_bit_results_are_as_near_to_float64_as_the_forms_own(name: str, dtype: Any, few_logits_count) -> None:

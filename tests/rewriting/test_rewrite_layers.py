@@ -17,6 +17,7 @@ import lowering
 users_promotion = pytest.fixture(autouse=True)(rewrite_checks.users_promotion)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("window", "strides", "padding"),
     [((3, 3), (2, 2), "SAME"), ((2, 2), (2, 2), "VALID"), ((3, 2), (1, 2), ((1, 2), (1, 0)))],
@@ -44,6 +45,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_give_the_same_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("jaxops.embedding.rewrites"), "LEAST_ELEMENTS", 0)

@@ -66,6 +66,7 @@ LAYOUTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_in_any_layout_are_read_by_a_sum(name: str, few_logits_count) -> None:
     few_logits_count(CLASSES * Y.size - 1)
@@ -96,6 +97,7 @@ SQUARES: dict[str, Callable[[Any, Any], Any]] = {
 LABELS, OF_COLUMNS = RNG.permutation(CLASSES), RNG.random(CLASSES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SQUARES)
 def test_rows_are_not_taken_for_classes_where_there_are_as_many(name: str, few_logits_count) -> None:
     few_logits_count(CLASSES**2 - 1)
@@ -108,6 +110,7 @@ def test_rows_are_not_taken_for_classes_where_there_are_as_many(name: str, few_l
         assert (applied == ["cross_entropy_sum"]) == ("columns" not in name or "transposed" in name), applied
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pattern", ["row_cone", "row_cone_sum", "cross_entropy", "cross_entropy_sum"])
 def test_labels_that_the_logits_of_other_rows_decide_are_theirs(pattern: str, few_logits_count) -> None:
     """In a square of rows, those of other rows have the same shape."""

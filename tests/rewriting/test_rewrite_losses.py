@@ -137,6 +137,7 @@ def with_its_own_targets(z: Any, y: Any) -> Any:
     return optax.softmax_cross_entropy(z, jax.lax.stop_gradient(targets)) - jnp.take_along_axis(z, y[:, None], -1)[:, 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "of_logits",
     [with_predicted_labels, with_labels_where_sure, with_a_temperature_of_its_own, with_its_own_targets],
@@ -304,6 +305,7 @@ SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("spelling", "around"), [*((name, "nothing") for name in SPELLINGS), ("one-hot", "checkpoint")]
 )

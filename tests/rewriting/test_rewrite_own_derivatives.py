@@ -97,6 +97,7 @@ def assert_rewritten(fast: Any, *args: Any) -> None:
     assert [one.pattern for one in fast.report(*args).applied] == ["row_cone_sum"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradients_are_those_of_the_users_rule(name: str, few_rows) -> None:
     plain = LOSSES[name]
@@ -134,6 +135,7 @@ def test_forward_derivatives_of_a_jvp_are_those_of_the_users_rule(few_rows) -> N
     assert_alike(twice(fast), twice(squares), 1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_of_them_are_those_of_the_users_rule(name: str, few_rows) -> None:
     def batched(fn: Callable[..., Any]) -> Any:
@@ -142,6 +144,7 @@ def test_batches_of_them_are_those_of_the_users_rule(name: str, few_rows) -> Non
     assert_alike(batched(lowering.rewrite(LOSSES[name])), batched(LOSSES[name]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_they_run_on_meshes(name: str, kind: AxisType, few_rows) -> None:
@@ -219,6 +222,7 @@ def with_balanced_rows(array: Any) -> Any:
 with_balanced_rows.defvjp(lambda array: (array, array), lambda kept, cotangent: (cotangent + 0.01 * kept,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [with_clipped_gradient, with_balanced_rows], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("at", ["logits", "rows"])
 def test_gradients_that_are_not_linear_in_cotangents_are_not_scaled(at: str, change: Any, few_rows) -> None:

@@ -104,6 +104,7 @@ def smoothed_distillation(w, teacher):
     return optax.losses.kl_divergence(jax.nn.log_softmax(X @ w), jax.lax.stop_gradient(targets)).mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_value_is_as_near_to_float64_as_the_functions_own(name: str, few_logits_count) -> None:
     few_logits_count(64)

@@ -96,6 +96,7 @@ def pooled(x: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID") ** 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fn", "args"),
     [(loss, ARGS), (jax.grad(loss), ARGS), (jax.grad(PADDED), (HEAD, X, LABELS)), (jax.grad(pooled), ARGS[:1])],

@@ -214,6 +214,7 @@ def products(jaxpr: Any) -> int:
     return count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROW_WISE)
 def test_any_loss_of_rows_takes_three_products_and_has_all_derivatives(name: str, few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
