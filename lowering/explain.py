@@ -186,9 +186,10 @@ class Explanation:
     def _rewrite(self, one: Applied) -> str:
         """Says what a rewrite would do in one place, and names the operator that a user could call there instead."""
         on_tpu = one.on_tpu if self.target.startswith("tpu") else ""
-        calls = dict.fromkeys(f"call {x.call}" for x in self.opportunities if x.source == one.source)
+        here = (x for x in self.opportunities if (x.source, x.replacement) == (one.source, one.replacement))
+        calls = dict.fromkeys(f"call {x.call}" for x in here)
         advice = ", or ".join(filter(None, (one.remark, *calls)))
-        saved = f"{megabytes(one.saved_bytes)}{' on a CPU' if on_tpu else ''}"
+        saved = f"{megabytes(one.saved_bytes)}{'' if self.target == 'cpu' else ' on a CPU'}"
         would = f"`lowering.rewrite` would save about {saved} by {one.pattern}"
         return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, on_tpu, advice)))}"
 
@@ -206,8 +207,8 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
         to stay there. Everything else in a pytree, as in modules of Equinox, is fixed.
       target: the name of one of `targets()`, or of a slice, as `compile` takes it. By default, the devices of this
         process. The rates of a CPU are measured here, once per process.
-      require: "kernel" makes it an error if an operator that has kernels for the target's platform takes none, for the
-        tests of a model that is meant to run on kernels. None requires nothing.
+      require: "kernel" makes it an error if an operator that has kernels for the target's platform takes none, or if
+        the function has no operator, for the tests of a model that is meant to run on kernels. None requires nothing.
 
     Returns:
       The explanation; `print` shows it as a table.
@@ -275,6 +276,10 @@ def _kernels_of_users(jaxpr: Jaxpr, platform: str) -> dict[str, None]:
 
 def _require_kernels(uses: Sequence[OperatorUse], hardware: Hardware) -> None:
     """Refuses operators that could take a kernel for the hardware and take none."""
+    if not uses:
+        raise NotSupportedError(
+            f"explain: an operator of this library must take a kernel on {hardware.name}; the function has none"
+        )
     without: dict[str, None] = {}
     for use in uses:
         own = {kernel.name for kernel in register.kernels_of(use.operator) if kernel.platform == hardware.platform}

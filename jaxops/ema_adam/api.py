@@ -35,6 +35,7 @@ Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 _NAME = "ema_adam"
 _RESTORE = "restore a checkpoint with `optimizer.init(params)` as the target"
+_FROM_OPTAX = "help(jaxops.ema_adam) shows how to continue from a state of `optax.adamw`"
 _MASK_RULE = "be a tree of bools, or a function of the parameters that returns one"
 
 
@@ -317,7 +318,8 @@ def checked_state(operator: str, state: Any) -> tuple[optax.ScaleByAdamState, Em
     """Returns the two parts of an `ema_adam` state; raises BadParamError for any other state."""
     is_pair = isinstance(state, tuple | list) and len(state) == 2
     is_own = is_pair and isinstance(state[0], optax.ScaleByAdamState) and isinstance(state[1], EmaParamsState)
-    rule = f"be what the init of this transform returned; {_RESTORE}"
+    is_of_optax = isinstance(state, tuple) and any(isinstance(x, optax.ScaleByAdamState) for x in state)
+    rule = f"be what the init of this transform returned; {_FROM_OPTAX if is_of_optax else _RESTORE}"
     require(is_own, operator, "state", rule, state)
     count = as_array(operator, "state", state[0].count)
     is_count = count.shape == () and bool(jnp.issubdtype(count.dtype, jnp.integer))

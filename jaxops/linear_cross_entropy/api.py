@@ -180,7 +180,8 @@ def linear_cross_entropy(
 
     Meshes:
       Any axis may be split. On an explicit mesh, labels and row weights that are split differently from the rows of x
-      are resharded.
+      are resharded. As plain JAX does, devices gather a weight that is split by its features over the axis of the rows.
+      An axis that splits both the rows and the vocabulary gathers rows, a chunk at a time; `vocab_axis` gathers none.
 
     Batch invariance:
       With `batch_invariant`, a row's loss, its aux and the gradient of its x have the same bits whatever other rows

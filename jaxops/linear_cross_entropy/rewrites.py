@@ -16,7 +16,6 @@ from jaxops.linear_cross_entropy.rewriting.likeness import (
     dependents,
     has_log_sum_exp,
     is_about,
-    is_alike,
     is_like_loss,
     read_at_labels,
     read_in_order,
@@ -127,7 +126,7 @@ def _by_sum(level: Level, taken: list[Step], head: Head) -> Found | None:
     if not saved.is_worthwhile:
         return None
     try:
-        readers, alike = _readers(level, taken, head, is_promised=True)
+        readers = _readers(level, taken, head, is_promised=True)
         if not readers.can_scale_layer():
             return None
         layer, size = (head.x, head.weight), head.node.outputs[0].size
@@ -137,7 +136,7 @@ def _by_sum(level: Level, taken: list[Step], head: Head) -> Found | None:
             return None
         sums = Sums(level, needed(level, taken), readers)
         # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
-        found = next(sums.steps(taken, alike, first=head.x.dtype == jnp.float16), None)
+        found = next(sums.steps(taken, head.node, first=head.x.dtype == jnp.float16), None)
     except RefusalError as error:
         raise _UnlikeError from error
     return None if found is None else _found(head.node, "read by a sum of cross entropies", saved.saved_bytes, [found])
@@ -155,7 +154,7 @@ def _by_statistics(level: Level, taken: list[Step], head: Head) -> Found | None:
     saved = _saving(head, keeps_rows=True)
     if not saved.is_worthwhile:
         return None
-    readers, alike = _readers(level, taken, head, is_promised=False)
+    readers = _readers(level, taken, head, is_promised=False)
 
     def run(*arrays: Any) -> Sequence[Any]:
         given = dict(zip(readers.inputs, arrays, strict=True))
@@ -163,21 +162,19 @@ def _by_statistics(level: Level, taken: list[Step], head: Head) -> Found | None:
         return [laid_out_as(x, value.aval.sharding) for x, value in zip(results, readers.exits, strict=True)]
 
     step = Step(readers.inputs, readers.exits, run)
-    if not needed(level, [*taken, step]).isdisjoint(alike):
+    if head.node in needed(level, [*taken, step]):
         raise RefusalError("the logits are used elsewhere")
     return _found(head.node, "read by row statistics", saved.saved_bytes, [step])
 
 
-def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> tuple[Readers, list[Node]]:
-    """Finds all that reads these logits, and the nodes that compute them."""
-    alike = [head.node, *(x for x in level.named(head.node.name) if x is not head.node and is_alike(x, head.node))]
+def _readers(level: Level, taken: list[Step], head: Head, *, is_promised: bool) -> Readers:
+    """Finds all that reads these logits."""
     if not {"exp", "reduce_sum"} <= {node.name for node in dependents(head.node)[0]}:
         raise _UnlikeError
-    logits = [node.outputs[0] for node in alike]
-    readers = Readers(level, needed(level, taken), head, logits, is_promised=is_promised)
+    readers = Readers(level, needed(level, taken), head, is_promised=is_promised)
     if not readers.found.picks_by_label:
         raise _UnlikeError
-    return readers, alike
+    return readers
 
 
 def _features(node: Node) -> int:
@@ -297,8 +294,9 @@ def _least_size() -> int:
 
 
 _REMARK = "rewrite losses before they are differentiated"  # what a gradient holds is in the loss, which saves more
-ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True)
-ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True)
+_OPERATOR = "jaxops.linear_cross_entropy"
+ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True, replacement=_OPERATOR)
+ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True, replacement=_OPERATOR)
 CROSS_ENTROPY = Rule(
     "cross_entropy",
     PRODUCTS,
@@ -306,8 +304,13 @@ CROSS_ENTROPY = Rule(
     _least_size,
     overlooked=_overlooked,
     suggest=suggest,
-    replacement="jaxops.linear_cross_entropy",
+    replacement=_OPERATOR,
 )
 CROSS_ENTROPY_SUM = Rule(
-    "cross_entropy_sum", PRODUCTS, _find_sums, _least_size, on_tpu="a TPU takes up to 2^28 at a time and saves less"
+    "cross_entropy_sum",
+    PRODUCTS,
+    _find_sums,
+    _least_size,
+    on_tpu="up to 2^28 logits, a TPU saves nothing",
+    replacement=_OPERATOR,
 )

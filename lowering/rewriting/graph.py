@@ -286,7 +286,11 @@ def peeled(equation: Any, is_large: Callable[[Any], bool]) -> Peeled | None:
         else:
             before.append(inner)
     returned = [x for x in body.outvars if not isinstance(x, Literal)]
-    if not any(x in dependent and is_large(x.aval) for x in returned) or any(inner.effects for inner in behind):
+    # Losses of rows, or the results of other layers, are fewer.
+    products = [x for inner in behind if inner.primitive.name in PRODUCTS for x in inner.outvars]
+    least = max((size_of(x.aval) for x in products), default=0) / 2
+    leaves = any(x in dependent and is_large(x.aval) and size_of(x.aval) > least for x in returned)
+    if not leaves or any(inner.effects for inner in behind):
         return None
     read = {x for inner in behind for x in inner.invars if not isinstance(x, Literal)} | set(returned)
     outvars = [x for inner in before for x in inner.outvars if x in read]
@@ -303,6 +307,7 @@ class _Builder:
     is_inlined: Callable[[Any], bool]
     is_large: Callable[[Any], bool]
     nodes: list[Node] = dataclasses.field(default_factory=list)
+    known: dict[Any, list[Value]] = dataclasses.field(default_factory=dict)
 
     def level(self, closed: Any) -> Level:
         """Returns the graph of a jaxpr."""
@@ -332,16 +337,24 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _node(self, equation: Any, inputs: list[Value], site: Site) -> list[Value]:
-        outputs = [Value(x.aval) for x in equation.outvars]
-        is_product = equation.primitive.name in PRODUCTS and any(self.is_large(x.aval) for x in outputs)
-        for value in outputs:
-            value.follows_product = is_product or any(x.follows_product for x in inputs)
+        """Appends a node and returns its results; not if logits, or what follows, are computed a second time.
+
+        XLA merges these, too. All else stays apart, as one array of labels may count rows here and classes there.
+        """
+        is_large = any(self.is_large(x.aval) for x in equation.outvars)
+        follows_product = (is_large and equation.primitive.name in PRODUCTS) or any(x.follows_product for x in inputs)
+        key = _key(equation, inputs) if follows_product else None
+        if key in self.known:
+            return self.known[key]
+        outputs = [Value(x.aval, follows_product=follows_product) for x in equation.outvars]
         node = Node(equation, tuple(inputs), tuple(outputs), site)
         self.nodes.append(node)
         for value in outputs:
             value.producer = node
         for value in dict.fromkeys(inputs):
             value.users.append(node)
+        if key is not None:
+            self.known[key] = outputs
         return outputs
 
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
@@ -358,6 +371,17 @@ class _Builder:
             return self.inline(parts.tail, [*inputs, *before], site)
         body = _inlined_body(equation) or (_reference(equation) if follows_product else None)
         return None if body is None else self.inline(body, inputs, site)
+
+
+def _key(equation: Any, inputs: Sequence[Value]) -> Any:
+    """Returns what tells equations apart that compute something else; None if that is not known."""
+    read = tuple(x if x.number is None else (x.aval, repr(x.number)) for x in inputs)
+    key = (equation.primitive, equation.ctx, tuple(sorted(equation.params.items(), key=lambda item: item[0])), read)
+    try:
+        hash(key)
+    except TypeError:  # some parameters are arrays or lists
+        return None
+    return None if equation.effects else key
 
 
 class _Looking(_Builder):

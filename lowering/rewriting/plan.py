@@ -201,7 +201,8 @@ def _refused(rule: Rule, missed: Missed) -> Refused:
 
 
 def _applied(rule: Rule, found: Found, repetitions: int) -> Applied:
-    return Applied(rule.name, found.node.source, found.detail, found.saved_bytes, repetitions, rule.remark, rule.on_tpu)
+    more = rule.remark, rule.on_tpu, rule.replacement
+    return Applied(rule.name, found.node.source, found.detail, found.saved_bytes, repetitions, *more)
 
 
 def _distinct(refused: Sequence[Refused], applied: Sequence[Applied]) -> tuple[Refused, ...]:

@@ -17,11 +17,13 @@ class Applied:
       pattern: the name of the rule.
       source: the line where it begins, such as "model.py:12 (loss_fn)".
       detail: what is computed there, and how it is computed instead.
-      saved_bytes: about how many bytes of temporaries this saves where the function is differentiated with respect to
-        all that it reads there. Only what every loss keeps is counted, the logits and their cotangent; some keep more.
+      saved_bytes: about how many bytes of temporaries this saves on a CPU, where the function is differentiated with
+        respect to all that it reads there. Only what every loss keeps is counted, the logits and their cotangent; some
+        keep more.
       count: how often it runs.
       remark: what else it changes, or what saves more.
       on_tpu: what is different on TPUs.
+      replacement: the public name of an operator that a user could call there.
     """
 
     pattern: str
@@ -31,6 +33,7 @@ class Applied:
     count: int = 1
     remark: str = ""
     on_tpu: str = ""
+    replacement: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Rewrites:
         if self.applied:
             table = _table(f"{len(self.applied)} rewritten", "pattern", "line", "what")
             table.add_column("runs", justify="right")
-            table.add_column("saves about", justify="right", no_wrap=True)
+            table.add_column("saves on a CPU", justify="right", no_wrap=True)
             for one in self.applied:
                 what = Text("; ".join(filter(None, (one.detail, one.remark, one.on_tpu))))
                 saved = megabytes(one.saved_bytes) if one.saved_bytes else "time"

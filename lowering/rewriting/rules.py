@@ -100,7 +100,7 @@ class Rule:
       suggest: yields the places in a level where a user could call the operator, each once. The level is one of
         `lowering.rewriting.graph.levels`. A gradient has the lines of its function, so look for something that only one
         of them has.
-      replacement: the public name of that operator.
+      replacement: the public name of that operator, or of one that computes what a rewrite replaces.
       platforms: where the operator saves memory; None for all.
     """
 

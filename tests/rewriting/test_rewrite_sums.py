@@ -258,6 +258,26 @@ def test_chunks_of_rows_are_of_one_size_where_that_divides_the_rows(few_logits_c
     np.testing.assert_allclose(found, rows.T @ cotangent, rtol=1e-5, atol=1e-5)
 
 
+def test_a_sum_that_is_returned_beside_its_mean_takes_the_operator(few_logits_count) -> None:
+    """Written twice, as in Flax's examples, it is still one sum."""
+    few_logits_count(ROWS * CLASSES - 1)
+
+    def with_sum(a: dict[str, Any]) -> Any:
+        losses, counts = cross_entropy(a["x"] @ a["weight"], a["labels"]), jnp.abs(a["row"])
+        return (losses * counts).sum() / counts.sum(), {"sum": (losses * counts).sum(), "count": counts.sum()}
+
+    with jax.enable_x64():
+        given, fast = arrays(), lowering.rewrite(with_sum)
+        assert [one.pattern for one in fast.report(given).applied] == ["cross_entropy_sum"]
+        found, expected = (jax.value_and_grad(fn, has_aux=True, allow_int=True)(given) for fn in (fast, with_sum))
+        counts = np.abs(np.asarray(given["row"]))
+        logits = np.asarray(given["x"]) @ np.asarray(given["weight"])
+        losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(ROWS), np.asarray(given["labels"])]
+        assert float(found[0][1]["sum"]) == pytest.approx((losses * counts).sum(), rel=1e-12)
+        for name in ("x", "weight", "row"):
+            np.testing.assert_allclose(found[1][name], expected[1][name], rtol=1e-9, atol=1e-12)
+
+
 def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -134,15 +134,13 @@ class Readers:
       inputs: the values from which operands and results are computed.
     """
 
-    def __init__(
-        self, level: Level, wanted: frozenset[Task], head: Head, logits: Sequence[Value], *, is_promised: bool
-    ) -> None:
+    def __init__(self, level: Level, wanted: frozenset[Task], head: Head, *, is_promised: bool) -> None:
         """Finds what reads logits; for `is_promised` see `RowAlgebra`.
 
         Raises:
           RefusalError: if it does not follow from statistics.
         """
-        self.head, self._logits, self._is_promised = head, logits, is_promised
+        self.head, self._is_promised = head, is_promised
         self._read: dict[Any, Value] = {}
 
         def look() -> None:
@@ -155,7 +153,9 @@ class Readers:
         if self.asked.scale is None:
             raise RefusalError("no log sum exp is taken")
         views = self.asked.layer.views
-        self.rows = views[-1].shape if views else row_wise.without_axis(logits[0].shape, head.layout.result_axis)
+        self.rows = (
+            views[-1].shape if views else row_wise.without_axis(head.node.outputs[0].shape, head.layout.result_axis)
+        )
         values = (head.x, head.weight, *self._read.values())
         self.inputs = tuple(x for x in dict.fromkeys(values) if not x.is_constant)
 
@@ -176,7 +176,7 @@ class Readers:
             statistics = RowStatistics(zero, zero, zero, zero, zero, jnp.zeros((), jnp.int32))
             more = {"square": zero if self._is_promised else None}
         algebra.answer(statistics, **more)
-        return Reading(algebra, self._logits, self.head.layout.result_axis, read)
+        return Reading(algebra, self.head.node.outputs, self.head.layout.result_axis, read)
 
     def _evaluated(self, arrays: dict[Value, Any], statistics: RowStatistics | None = None, **more: Any) -> Reading:
         values = self._read.values()

@@ -15,15 +15,6 @@ def dependents(head: Node) -> tuple[set[Node], set[Value]]:
     return {node for value in values for node in value.users if not is_layer(node)}, values
 
 
-def is_alike(node: Node, other: Node) -> bool:
-    """Tells whether two nodes compute the same, which XLA merges into one."""
-    same = [
-        a is b or (a.number is not None and a.number == b.number)
-        for a, b in zip(node.inputs, other.inputs, strict=True)
-    ]
-    return node is other or (all(same) and str(node.params) == str(other.params))
-
-
 def is_layer(node: Node) -> bool:
     """Tells whether a node is a product with a weight; one with one-hot labels has two operands of the logits' size."""
     return node.name in PRODUCTS and len({x.size for x in node.inputs}) > 1

@@ -78,7 +78,7 @@ class Reading:
     """
 
     def __init__(self, algebra: RowAlgebra, logits: Sequence[Value], axis: int, read: Callable[[Value], Any]) -> None:
-        """Takes values that are the same logits, the axis that counts the classes, and how to read other values."""
+        """Takes the logits, if there are any, the axis that counts the classes, and how to read other values."""
         self.algebra, self._logits, self._axis, self._read = algebra, logits, axis, read
         self.nodes: list[Node] = []
         self.exits: tuple[Value, ...] = ()

@@ -97,7 +97,7 @@ class Sums:
         self._reading = {x for x, primal, _ in along if primal in reads}
         self._beside = {x for x, primal, _ in along[count:] if primal not in of_smooth | unknown}
 
-    def steps(self, taken: Sequence[Step], alike: Sequence[Node], *, first: bool) -> Iterator[Step]:
+    def steps(self, taken: Sequence[Step], head: Node, *, first: bool) -> Iterator[Step]:
         """Yields the steps by which no logits are needed: each computes a number, from the last or the first on."""
         affine = self._affine if self._numbers else []
         for number in affine if first else affine[::-1]:
@@ -106,7 +106,7 @@ class Sums:
             read = {x for task in left for x in task.inputs} | set(self._level.results)
             beside = [x for x in self._readers.exits if x in read and x in self._beside]
             step = self._step(number, beside)
-            if needed(self._level, [*taken, step]).isdisjoint(alike):
+            if head not in needed(self._level, [*taken, step]):
                 yield step
 
     def _values(self, given: dict[str, Any], arrays: dict[Value, Any], run: Any = Node.run) -> dict[Value, Any]:
