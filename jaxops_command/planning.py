@@ -5,9 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import lowering
 from jaxops_command.output import show, show_text
 from jaxops_command.user_function import load_with, run_user_code
+
+_NOTHING_FITS = 1
 
 
 def plan(
@@ -37,3 +41,5 @@ def plan(
             show_text(remark)
     if found.stopped:
         print(f"jaxops: {found.stopped}; the same command goes on", file=sys.stderr)
+    elif found.best is None:
+        raise typer.Exit(_NOTHING_FITS)

@@ -180,7 +180,8 @@ class Plan:
     def remarks(self) -> list[str]:
         """The lines below the table."""
         refused = [f"{row.name}: {row.refusal}" for row in self.rows if row.refusal]
-        return [*refused, *_REMARKS, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
+        known = _REMARKS if len(refused) < len(self.rows) else ()
+        return [*refused, *known, *dict.fromkeys(remark for row in self.rows for remark in row.remarks)]
 
     def __str__(self) -> str:
         return tables.text(self.table(), self.remarks)
@@ -239,7 +240,7 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 def _gigabytes(size: int | None) -> str:
-    return "" if size is None else f"{size / 1e9:,.1f}"
+    return "" if size is None else f"{size / 1e9:,.{1 if abs(size) >= 1e8 else 3}f}"
 
 
 def _time(seconds: float | None) -> str:

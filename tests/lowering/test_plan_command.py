@@ -85,6 +85,13 @@ def test_plan_prints_json_and_goes_on_where_its_budget_ended(planned):
     assert len(json.loads(run(*STEP, "--json", "--budget", "0").stdout)["rows"]) == 2
 
 
+def test_plan_exits_with_1_if_nothing_fits(planned):
+    result = run("plan", "user.py:step", "--mesh", "data=1,tensor=-1", "--target", "cuda-h100:64")
+    assert result.exit_code == 1
+    assert "0 of 1 fit" in result.stdout
+    assert result.stdout.endswith("must be split into 64 equal parts along tensor; got float32[64, 32]\n")
+
+
 def test_plan_of_several_functions_names_each(planned):
     result = run("plan", "user.py:steps", *STEP[2:6], "--json")
     assert {row["variant"] for row in json.loads(result.stdout)["rows"]} == {"as it is", "negated"}
