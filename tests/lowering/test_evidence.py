@@ -343,6 +343,8 @@ def test_explain_can_require_kernels():
     with pytest.raises(lowering.NotSupportedError, match=reason):
         lowering.explain(jaxops.softmax, left, target="tpu-v5e", require="kernel")
     assert lowering.explain(jaxops.softmax, left, target="cpu", require="kernel").rows  # which has no kernels
+    with pytest.raises(lowering.NotSupportedError, match="must take a kernel on tpu-v5e; the function has none"):
+        lowering.explain(jnp.sin, left, target="tpu-v5e", require="kernel")
     with pytest.raises(ValueError, match='require must be None or "kernel"; got'):
         lowering.explain(jaxops.softmax, left, require="kernels")
 

@@ -284,6 +284,21 @@ def test_command_shows_opportunities_below_the_table(tmp_path: Path, monkeypatch
         )
 
 
+def test_each_rewrite_on_a_line_names_its_own_operator() -> None:
+    table, tokens = jax.ShapeDtypeStruct((32000, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2048,), jnp.int32)
+
+    def tied(table: Any, tokens: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(table[tokens] @ table.T, tokens).mean()
+
+    found = {
+        line.partition(" by ")[2].partition(":")[0]: line for line in lowering.explain(tied, table, tokens).remarks
+    }
+    assert {name: "call jaxops." in line for name, line in found.items()} == {
+        "cross_entropy_sum": True,
+        "embedding": False,
+    }
+
+
 def test_explanation_shows_nothing_where_there_is_none() -> None:
     fn, args = CLEAN["our_optimizer"]
     assert str(lowering.explain(fn, *args)).splitlines()[-1].startswith("└")
