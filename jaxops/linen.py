@@ -175,7 +175,9 @@ class LossHead(nn.Dense):
     """
 
     def __post_init__(self) -> None:
-        """Refuses products of the layer's own, which the loss would leave out."""
+        """Refuses what is no number of classes, and products of the layer's own, which the loss would leave out."""
+        is_count = isinstance(self.features, int) and self.features > 0
+        require(is_count, _HEAD, "features", "be a positive integer", self.features)
         for argument in ("dot_general", "dot_general_cls"):
             flax_arguments.check_product(_HEAD, argument, getattr(self, argument), None)
         super().__post_init__()

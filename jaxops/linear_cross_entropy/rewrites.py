@@ -222,9 +222,11 @@ def _by_cones(level: Level, taken: list[Step], axes: tuple[Node, int, int], *, t
         return cone.step(split_rows)
 
     steps = passes(level, taken, node, one_pass)
-    left = saved._replace(saved_bytes=saved.saved_bytes - sum(cone.kept_bytes for cone in cones))
+    kept = [x for cone in cones for x in cone.kept]
+    left = saved._replace(saved_bytes=saved.saved_bytes - sum(x.size * x.dtype.itemsize for x in kept))
     if not left.is_worthwhile:
-        raise RefusalError("they are combined with arrays of their size that are not computed by rows")
+        reason = "they are combined with arrays of their size that are not computed by rows"
+        raise RefusalError(reason, found_at=kept[0].producer)
     how = "in chunks of rows with their gradients" if to_number else "in chunks of rows"
     how += f", {len(steps)} passes over them" if len(steps) > 1 else ""
     return _found(node, how, left.saved_bytes, steps)
@@ -256,10 +258,10 @@ def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
         heads = heads_of(node)
-        if not (heads or _row_axes(node)) or node.outputs[0].size == 0:
-            continue
         is_large = node.outputs[0].size > chunk_sizes.SIZES.logits
         read, ordered = read_at_labels(node), read_in_order(node) if is_large else ""
+        if not (heads or ordered or _row_axes(node)) or node.outputs[0].size == 0:
+            continue
         is_loss = is_like_loss(node) or has_log_sum_exp(node)
         if not (read or ordered or is_loss):
             continue

@@ -97,7 +97,7 @@ class Rewritten(Generic[_P, _R]):
         loops = {rule.name for rule in self._rules if rule.makes_loops}
         for one in plan.applied:
             if one.pattern in loops:
-                note(f"{one.source}: {one.pattern} computes {one.detail}, in a loop of JAX that is no operator")
+                note(f"{one.source}: {one.pattern} computes {one.detail}, in a loop of JAX, which takes no kernel")
         return traced.results(plan)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -360,6 +360,8 @@ class _Builder:
     def _inlined(self, equation: Any, inputs: list[Value], site: Site) -> list[Value] | None:
         """Returns the results of an equation whose body takes its place; None if none does."""
         name = equation.primitive.name
+        if name == "iota" and len(equation.params["shape"]) > 1 and self.is_large(equation.outvars[0].aval):
+            return self.inline(_counted_once(**equation.params), inputs, site)
         if name not in _INLINED and operator_of(equation.primitive) is None:
             return None
         follows_product = any(x.follows_product for x in inputs)
@@ -392,6 +394,12 @@ class _Looking(_Builder):
         inner = cost.bodies(equation) if name in _LOOKED_INTO else []
         is_call = len(inner) == 1 and len(opened(inner[0])[0].invars) == len(inputs)
         return self.inline(inner[0], inputs, site) if is_call else None
+
+
+def _counted_once(*, dtype: Any, shape: Any, dimension: int, sharding: Any) -> Any:
+    """Returns an iota as one of a single axis that is repeated along the others: what counts rows can be cut."""
+    count = functools.partial(jax.lax.iota, dtype, shape[dimension])
+    return jax.make_jaxpr(lambda: jax.lax.broadcast_in_dim(count(), shape, (dimension,), out_sharding=sharding))()
 
 
 def _inlined_body(equation: Any) -> Any:

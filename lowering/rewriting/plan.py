@@ -186,7 +186,10 @@ def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused,
         for rule in rules
         if rule.overlooked
     ]
-    known = {one.source for one in plan.applied} | {one.source for one in plan.refused}
+    operators = {rule.replacement for rule in rules if rule.overlooked}
+    names = {rule.name for rule in rules if rule.replacement in operators}
+    known = {one.source for one in plan.applied if one.pattern in names}
+    known |= {one.source for one in plan.refused if one.pattern in names}
     known |= {node.source for node in plan.replaced}
     found = Planner(looking).plan(closed).refused
     return tuple(one for one in found if one.source not in known)

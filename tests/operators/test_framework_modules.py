@@ -647,6 +647,7 @@ REFUSALS = {
     "jaxops.linen.LossHead: dot_general must be the default, as the loss has products of its own; got": (
         lambda: jaxops.linen.LossHead(2, dot_general=jax.lax.dot_general)
     ),
+    "jaxops.linen.LossHead: features must be a positive integer; got '7'": lambda: jaxops.linen.LossHead("7"),
     "jaxops.equinox.BatchNorm: mode must be 'batch'; got 'ema'": lambda: jaxops.equinox.BatchNorm(3, mode="ema"),
     "jaxops.equinox.BatchNorm: x must have 3 channels on axis 1; got float32[2, 4, 4, 3]": (
         lambda: eqx.nn.make_with_state(jaxops.equinox.BatchNorm)(3)[0](

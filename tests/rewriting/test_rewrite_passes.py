@@ -49,6 +49,11 @@ def with_mutual_information(x: Any, w: Any, y: Any) -> Any:
     return entropies(z, y).mean() + (mean * jnp.log(mean)).sum() - (p * jax.nn.log_softmax(z)).sum(-1).mean()
 
 
+def of_pairs(x: Any, w: Any, y: Any) -> Any:
+    z = x @ w
+    return jnp.log1p(jnp.exp((1 - 2 * jnp.eye(*z.shape, dtype=z.dtype)) * z)).sum()
+
+
 # Losses of x, the weight and labels, and how many passes the loss and its gradient take; 1 is not said.
 LOSSES: dict[str, tuple[Callable[..., Any], int, int]] = {
     "moments of the logits": (with_moments, 2, 2),
@@ -63,6 +68,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], int, int]] = {
     "both axes": (over_both_axes, 3, 4),
     "pairs of both axes": (contrastive, 2, 3),
     "mutual information": (with_mutual_information, 1, 2),
+    "signs by the diagonal": (of_pairs, 1, 1),
 }
 
 

@@ -123,7 +123,7 @@ def test_explain_of_a_gradient_advises_to_rewrite_the_loss_and_says_what_is_a_lo
     rewritten = lowering.explain(lowering.rewrite(jax.grad(loss)), *args)
     (said,) = rewritten.notes
     assert rewritten.rows == ()
-    assert ": row_cone computes logits float32[2048,32000], in chunks of rows, in a loop of JAX that is no" in said
+    assert ": row_cone computes logits float32[2048,32000], in chunks of rows, in a loop of JAX, which takes no" in said
     assert lowering.explain(jax.grad(lowering.rewrite(loss)), *args).notes == ()
 
 

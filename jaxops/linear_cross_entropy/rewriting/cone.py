@@ -93,10 +93,9 @@ class Cone(Region):
         return value.size > self.head.outputs[0].size // share
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of arrays of the logits' size that exist as a whole because they are not computed by rows."""
-        whole = (x for x in self.cut if x.producer is not None and self.is_wide(x))
-        return sum(x.size * x.dtype.itemsize for x in whole)
+    def kept(self) -> list[Value]:
+        """Arrays of the logits' size that exist as a whole because they are not computed by rows."""
+        return [x for x in self.cut if x.producer is not None and self.is_wide(x)]
 
     def _is_sample(self, role: Role) -> bool:
         return isinstance(role, Part) and _FEW_ROWS * (self.rows - role.lacks) <= self.rows
