@@ -274,8 +274,38 @@ def test_a_sum_that_is_returned_beside_its_mean_takes_the_operator(few_logits_co
         logits = np.asarray(given["x"]) @ np.asarray(given["weight"])
         losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(ROWS), np.asarray(given["labels"])]
         assert float(found[0][1]["sum"]) == pytest.approx((losses * counts).sum(), rel=1e-12)
-        for name in ("x", "weight", "row"):
-            np.testing.assert_allclose(found[1][name], expected[1][name], rtol=1e-9, atol=1e-12)
+        assert_gradients_alike(found[1], expected[1])
+
+
+def test_terms_that_are_returned_beside_their_sum_have_derivatives(few_logits_count) -> None:
+    """As trainers that log the z-loss write it: the gradient of the sum takes the operator, of a term its own way."""
+    few_logits_count(ROWS * CLASSES - 1)
+
+    def with_terms(a: dict[str, Any]) -> Any:
+        logits = a["x"] @ a["weight"]
+        loss = (cross_entropy(logits, a["labels"]) * a["row"]).sum()
+        squares = 1e-2 * (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+        return loss + squares, {"loss": loss, "squares": squares, "perplexity": jnp.exp(loss)}
+
+    with jax.enable_x64():
+        given, fast = arrays(), lowering.rewrite(with_terms)
+        assert [one.pattern for one in fast.report(given).applied] == ["cross_entropy_sum"]
+        for name in ("loss", "squares", "perplexity"):
+            found, expected = (
+                jax.grad(lambda a, fn=fn, name=name: fn(a)[1][name], allow_int=True)(given) for fn in (fast, with_terms)
+            )
+            assert_gradients_alike(found, expected)
+        found, expected = (jax.value_and_grad(fn, has_aux=True, allow_int=True)(given) for fn in (fast, with_terms))
+        assert found[0][1].keys() == expected[0][1].keys()
+        np.testing.assert_allclose(*([x[0][0], *jax.tree.leaves(x[0][1])] for x in (found, expected)), rtol=1e-12)
+        assert_gradients_alike(found[1], expected[1])
+        named = str(jax.make_jaxpr(lambda a: jax.value_and_grad(fast, has_aux=True, allow_int=True)(a))(given))
+        assert "linear_cross_entropy_sum_with_gradients" in named
+
+
+def assert_gradients_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in ("x", "weight", "row"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count) -> None:

@@ -98,14 +98,23 @@ class Sums:
         self._beside = {x for x, primal, _ in along[count:] if primal not in of_smooth | unknown}
 
     def steps(self, taken: Sequence[Step], head: Node, *, first: bool) -> Iterator[Step]:
-        """Yields the steps by which no logits are needed: each computes a number, from the last or the first on."""
-        affine = self._affine if self._numbers else []
-        for number in affine if first else affine[::-1]:
-            alone = Step((), (number,), lambda *_: ())
-            left = needed(self._level, [*taken, alone])
-            read = {x for task in left for x in task.inputs} | set(self._level.results)
-            beside = [x for x in self._readers.exits if x in read and x in self._beside]
-            step = self._step(number, beside)
+        """Yields the steps by which no logits are needed: each computes a number, from the last or the first on.
+
+        Then the last, with what its terms are, if the first result depends on it: the others are taken for metrics.
+        """
+        affine, results = self._affine if self._numbers else [], self._level.results
+        ways = [(number, set[Value]()) for number in (affine if first else affine[::-1])]
+        if affine and not first and results[0] in forward(affine[-1:], lambda *_: True):
+            ways.append((affine[-1], set(affine[:-1])))
+        for number, terms in ways:
+
+            def read(*known: Value) -> set[Value]:
+                left = needed(self._level, [*taken, Step((), known, lambda *_: ())])
+                return {x for task in left for x in task.inputs} | set(results)
+
+            beside = [x for x in self._readers.exits if x in self._beside & read(number)]
+            others = [x for x in affine if x in terms & read(number, *terms)]
+            step = self._step(number, beside, others)
             if head not in needed(self._level, [*taken, step]):
                 yield step
 
@@ -119,16 +128,33 @@ class Sums:
             known.update(zip(node.outputs, run(node, *operands), strict=True))
         return known
 
-    def _step(self, number: Value, beside: Sequence[Value]) -> Step:
+    def _step(self, number: Value, beside: Sequence[Value], others: Sequence[Value]) -> Step:
         readers, outputs = self._readers, (number, *beside)
-        metrics = not self._reading.isdisjoint(outputs) or bool(beside)
+        metrics = not self._reading.isdisjoint((*outputs, *others)) or bool(beside)
         inputs = tuple(dict.fromkeys([*readers.inputs, *self._read]))
         inputs = tuple(x for x in inputs if not x.is_constant)
 
         def run(*arrays: Any) -> Sequence[Any]:
-            return self._run(dict(zip(inputs, arrays, strict=True)), outputs, metrics)
+            found = self._run(dict(zip(inputs, arrays, strict=True)), (*outputs, *others), metrics)
+            return [*found[: len(outputs)], *(differentiated(found[len(outputs) :], *arrays) if others else ())]
 
-        return Step(inputs, outputs, run)
+        def from_statistics(*arrays: Any) -> Sequence[Any]:
+            known = dict(zip(inputs, arrays, strict=True))
+            found = readers.statistics(known)
+            square = jnp.square(found.max_logit + found.log_sum_exp)
+            values = self._values({**found._asdict(), "square": square}, known)
+            return [values[x] for x in others]
+
+        @jax.custom_jvp
+        def differentiated(values: Sequence[Any], *_: Any) -> Sequence[Any]:
+            return [*values]
+
+        @differentiated.defjvp
+        def _(primals: Any, dots: Any) -> Any:
+            # XLA drops this where nobody differentiates the other numbers, and the sum has been computed anyhow.
+            return [*primals[0]], jax.jvp(from_statistics, primals[1:], dots[1:])[1]
+
+        return Step(inputs, (*outputs, *others), run)
 
     def _run(self, arrays: dict[Value, Any], outputs: Sequence[Value], metrics: bool) -> Sequence[Any]:
         readers = self._readers
