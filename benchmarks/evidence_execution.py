@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -47,9 +48,10 @@ def shrunk(
         return max(math.prod(x.shape) for x in family.call(option, sizes)[1])
 
     vmem_bytes = hardware.on_chip_bytes or 0
-    for chip in (dataclasses.replace(hardware, on_chip_bytes=vmem_bytes >> n) for n in range(6)):
+    chips = [dataclasses.replace(hardware, on_chip_bytes=vmem_bytes >> n) for n in range(6)]
+    for chip, order in itertools.product(chips, (-1, 1)):
         small = sizes
-        for axis in reversed(range(len(sizes))):
+        for axis in range(len(sizes))[::order]:
             tried = small
             while tried[axis] > 8 and elements(tried) > MOST_EXECUTED:
                 tried = (*tried[:axis], tried[axis] // 2, *tried[axis + 1 :])
