@@ -104,7 +104,7 @@ class Sums:
         """
         affine, results = self._affine if self._numbers else [], self._level.results
         ways = [(number, set[Value]()) for number in (affine if first else affine[::-1])]
-        if affine and not first and results[0] in forward(affine[-1:], lambda *_: True):
+        if affine and results and not first and results[0] in forward(affine[-1:], lambda *_: True):
             ways.append((affine[-1], set(affine[:-1])))
         for number, terms in ways:
 
