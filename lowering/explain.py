@@ -250,6 +250,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
     rules = rules_for(jaxpr)
     found = opportunities(jaxpr, rules, hardware.platform)
     usual = [rule for rule in rules if not rule.asked]
+    saving = {rule.name for rule in usual if rule.platforms is None or hardware.platform in rule.platforms}
     return Explanation(
         hardware.name,
         rows,
@@ -257,7 +258,7 @@ def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, requi
         opportunities=tuple(x for x in found if not x.obstacle),
         notes=(*notes, *_kernels_of_users(jaxpr, hardware.platform)),
         near_misses=tuple(x for x in found if x.obstacle),
-        rewrites=tuple(one for one in Planner(usual).plan(jaxpr).applied if one.saved_bytes) if usual else (),
+        rewrites=tuple(x for x in Planner(usual).plan(jaxpr).applied if x.saved_bytes and x.pattern in saving),
     )
 
 
