@@ -29,8 +29,9 @@ def shrunk(
 ) -> tuple[Sizes, dict[str, Any]] | None:
     """Returns sizes of the same kind that halving makes small enough to be executed, and the kernel's configuration.
 
-    What is of a kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one. And a
-    kernel runs as well where it refuses for nothing but speed: XLA's on what stays in VMEM, its own on few blocks.
+    It halves the last axis first or, if that does not do, the first, as a kind may ask for a large table. What is of a
+    kind because it does not fit VMEM is smaller on chips with less VMEM; these are tried one by one. And a kernel runs
+    as well where it refuses for nothing but speed: XLA's on what stays in VMEM, its own on few blocks.
     """
 
     def config_of(sizes: Sizes, chip: Hardware) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ either can take the other's place in a model, and its checkpoints. Import it by 
 Flax.
 """
 
+import numbers
 from typing import Any
 
 import jax
@@ -175,8 +176,8 @@ class LossHead(nn.Dense):
     """
 
     def __post_init__(self) -> None:
-        """Refuses what is no number of classes, and products of the layer's own, which the loss would leave out."""
-        is_count = isinstance(self.features, int) and self.features > 0
+        """Refuses features that count nothing, and custom products, which the loss would not use."""
+        is_count = isinstance(self.features, numbers.Integral) and self.features > 0
         require(is_count, _HEAD, "features", "be a positive integer", self.features)
         for argument in ("dot_general", "dot_general_cls"):
             flax_arguments.check_product(_HEAD, argument, getattr(self, argument), None)

@@ -102,6 +102,11 @@ def _lookup(node: Node, table: Value, values: tuple[Value, ...], labels: Callabl
     return Step((table, *values), node.outputs, run)
 
 
+# XLA:TPU keeps neither one-hot rows nor a copy of the gradient.
 EMBEDDING_LOOKUP = Rule(
-    "embedding", frozenset({"gather", "dot_general"}), _find, lambda: LEAST_ELEMENTS, platforms=frozenset({"cpu"})
+    "embedding",
+    frozenset({"gather", "dot_general"}),
+    _find,
+    lambda: LEAST_ELEMENTS,
+    platforms=frozenset({"cpu", "cuda"}),
 )

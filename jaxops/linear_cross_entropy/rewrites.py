@@ -136,7 +136,7 @@ def _by_sum(level: Level, taken: list[Step], head: Head) -> Found | None:
             return None
         sums = Sums(level, needed(level, taken), readers)
         # The last such number has the divisor of a mean in its weights, for which float16 lacks the range.
-        found = next(sums.steps(taken, head.node, first=head.x.dtype == jnp.float16), None)
+        found = next(sums.steps(taken, first=head.x.dtype == jnp.float16), None)
     except RefusalError as error:
         raise _UnlikeError from error
     return None if found is None else _found(head.node, "read by a sum of cross entropies", saved.saved_bytes, [found])
@@ -313,6 +313,6 @@ CROSS_ENTROPY_SUM = Rule(
     PRODUCTS,
     _find_sums,
     _least_size,
-    on_tpu="up to 2^28 logits, a TPU saves nothing",
+    on_tpu="a TPU takes up to 2^28 at a time: it saves less, and in 16 bits may need more",
     replacement=_OPERATOR,
 )

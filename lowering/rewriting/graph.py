@@ -225,6 +225,17 @@ def described(value: Value) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
+def key_of(equation: Any, inputs: Sequence[Value]) -> Any:
+    """Returns what equations that compute the same have in common; None if that is not known, or they have effects."""
+    read = tuple(x if x.number is None else (x.aval, repr(x.number)) for x in inputs)
+    key = (equation.primitive, equation.ctx, tuple(sorted(equation.params.items())), read)
+    try:
+        hash(key)
+    except TypeError:  # some parameters are arrays or lists
+        return None
+    return None if equation.effects else key
+
+
 def names_axes(params: dict[str, Any]) -> bool:
     """Tells whether a primitive with these parameters speaks to other devices, or to a vmap's other elements."""
     names = (*(params.get("axes") or ()), params.get("axis_name"))
@@ -343,7 +354,7 @@ class _Builder:
         """
         is_large = any(self.is_large(x.aval) for x in equation.outvars)
         follows_product = (is_large and equation.primitive.name in PRODUCTS) or any(x.follows_product for x in inputs)
-        key = _key(equation, inputs) if follows_product else None
+        key = key_of(equation, inputs) if follows_product else None
         if key in self.known:
             return self.known[key]
         outputs = [Value(x.aval, follows_product=follows_product) for x in equation.outvars]
@@ -373,17 +384,6 @@ class _Builder:
             return self.inline(parts.tail, [*inputs, *before], site)
         body = _inlined_body(equation) or (_reference(equation) if follows_product else None)
         return None if body is None else self.inline(body, inputs, site)
-
-
-def _key(equation: Any, inputs: Sequence[Value]) -> Any:
-    """Returns what tells equations apart that compute something else; None if that is not known."""
-    read = tuple(x if x.number is None else (x.aval, repr(x.number)) for x in inputs)
-    key = (equation.primitive, equation.ctx, tuple(sorted(equation.params.items(), key=lambda item: item[0])), read)
-    try:
-        hash(key)
-    except TypeError:  # some parameters are arrays or lists
-        return None
-    return None if equation.effects else key
 
 
 class _Looking(_Builder):

@@ -156,7 +156,8 @@ def kind(hardware, grad, indices, *, num_weights, padding_idx, scale_grad_by_fre
     options = ["whole lanes" if is_whole else "part of the lanes"]
     # Rows that the kernel holds in VMEM leave the less of it for the table.
     held_bytes = config["resident"] * grad.size * jnp.dtype(grad.dtype).itemsize
-    options += ["small table"] * (held_bytes > 0 and not is_whole and kind_is_small(hardware, grad, num_weights))
+    is_small = config["resident"] and not is_whole and kind_is_small(hardware, grad, num_weights)
+    options += ["small table"] * is_small
     options += ["copied"] * kind_is_copied(hardware, grad.dtype, num_weights, grad.shape[-1], held_bytes)
     options += ["padding"] * (padding_idx is not None) + ["by frequency"] * scale_grad_by_freq
     return Kind(", ".join((dtype_names(grad), way, *options)), (math.prod(indices.shape), grad.shape[-1], num_weights))

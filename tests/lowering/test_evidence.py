@@ -315,6 +315,11 @@ def test_cases_are_alike_only_where_xla_keeps_and_copies_the_same():
         rows, indices = (jax.ShapeDtypeStruct((positions, *shape), jnp.float32) for shape in ((917,), ()))
         found = words(embedding.KERNEL, "tpu-v5e", rows, indices, **options | {"num_weights": 18340})
         assert ("copied" in found) == is_copied
+    # Of these two, XLA needs as long as the kernel for the first by replay, and 1.7 times as long for the second.
+    for positions, width, num_weights, is_small in ((4010, 450, 9281, True), (4877, 739, 10509, False)):
+        rows, indices = (jax.ShapeDtypeStruct((positions, *shape), jnp.float32) for shape in ((width,), ()))
+        found = words(embedding.KERNEL, "tpu-v6e", rows, indices, **options | {"num_weights": num_weights})
+        assert ("small table" in found) == is_small
     for columns, is_short in ((120, True), (200, False)):
         x = jax.ShapeDtypeStruct((32768, columns), jnp.float32)
         found = words(softmax.KERNEL, "tpu-v5e", x, log=False, groups=Groups.along(x.shape, (1,)))

@@ -62,7 +62,7 @@ def test_lookups_give_the_same_rows(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert_alike(gradient(fast), gradient(lookup))
 
 
-def test_a_lookup_saves_memory_where_its_gradient_is_still_to_come_and_on_a_cpu() -> None:
+def test_a_lookup_saves_memory_where_its_gradient_is_still_to_come_but_on_no_tpu() -> None:
     args = jax.ShapeDtypeStruct((32000, 64), jnp.bfloat16), jax.ShapeDtypeStruct((8, 100), jnp.int32)
 
     def loss(table, ids):
@@ -71,7 +71,7 @@ def test_a_lookup_saves_memory_where_its_gradient_is_still_to_come_and_on_a_cpu(
     saved = [lowering.rewrite(fn).report(*args).applied[0].saved_bytes for fn in (loss, jax.grad(loss))]
     assert saved == [4 * 32000 * 64, 0]
     advised = [bool(lowering.explain(loss, *args, target=name).rewrites) for name in ("cpu", "tpu-v5e", "cuda-h100")]
-    assert advised == [True, False, False]
+    assert advised == [True, False, True]
 
 
 def test_dropout_is_rewritten_where_it_is_asked_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from jax.export import is_symbolic_dim
 
 from jaxops.linear_cross_entropy.rewriting import savings
-from lowering.rewriting.graph import LOOPS, RESHAPES, Level, Node, Value, backward, described, forward, unshaped
+from lowering.rewriting.graph import LOOPS, RESHAPES, Level, Node, Value, backward, described, forward, key_of, unshaped
 from lowering.rewriting.rules import Suggestion
 
 # What leads from logits to log-probabilities and losses: a bias, mask, temperature, softcap or shift, and sums.
@@ -47,19 +47,11 @@ def _after(values: Iterable[Value]) -> set[Value]:
     return forward(values, lambda node, _: node.name in _STEPS)
 
 
-def _is_alike(node: Node, other: Node) -> bool:
-    """Tells whether two nodes compute the same, which XLA merges into one."""
-    same = [
-        a is b or (a.number is not None and a.number == b.number)
-        for a, b in zip(node.inputs, other.inputs, strict=True)
-    ]
-    return node is other or (all(same) and str(node.params) == str(other.params))
-
-
 def _pick(level: Level, head: Node, exp: Node, log: Node, classes: Any) -> Node | None:
     """Finds what picks a class in each row, by labels that do not come from the logits themselves."""
-    alike = (x for node in level.named(head.name) if _is_alike(node, head) for x in node.outputs)
-    of_logits = forward(alike, lambda *_: True)
+    key = key_of(head.equation, head.inputs)
+    alike = (node for node in level.named(head.name) if key_of(node.equation, node.inputs) == key)
+    of_logits = forward((x for node in alike for x in node.outputs), lambda *_: True)
     logits = _after(head.outputs) | _after(log.outputs)
     reached = logits | _after(exp.outputs)
     for node in level.nodes:

@@ -97,7 +97,7 @@ class Sums:
         self._reading = {x for x, primal, _ in along if primal in reads}
         self._beside = {x for x, primal, _ in along[count:] if primal not in of_smooth | unknown}
 
-    def steps(self, taken: Sequence[Step], head: Node, *, first: bool) -> Iterator[Step]:
+    def steps(self, taken: Sequence[Step], *, first: bool) -> Iterator[Step]:
         """Yields the steps by which no logits are needed: each computes a number, from the last or the first on.
 
         Then the last, with what its terms are, if the first result depends on it: the others are taken for metrics.
@@ -106,16 +106,16 @@ class Sums:
         ways = [(number, set[Value]()) for number in (affine if first else affine[::-1])]
         if affine and results and not first and results[0] in forward(affine[-1:], lambda *_: True):
             ways.append((affine[-1], set(affine[:-1])))
+
+        def read(*known: Value) -> set[Value]:
+            left = needed(self._level, [*taken, Step((), known, lambda *_: ())])
+            return {x for task in left for x in task.inputs} | set(results)
+
         for number, terms in ways:
-
-            def read(*known: Value) -> set[Value]:
-                left = needed(self._level, [*taken, Step((), known, lambda *_: ())])
-                return {x for task in left for x in task.inputs} | set(results)
-
             beside = [x for x in self._readers.exits if x in self._beside & read(number)]
             others = [x for x in affine if x in terms & read(number, *terms)]
             step = self._step(number, beside, others)
-            if head not in needed(self._level, [*taken, step]):
+            if self._readers.head.node not in needed(self._level, [*taken, step]):
                 yield step
 
     def _values(self, given: dict[str, Any], arrays: dict[Value, Any], run: Any = Node.run) -> dict[Value, Any]:
