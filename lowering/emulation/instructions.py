@@ -49,6 +49,14 @@ _RENAMED = [
         (r"^(vunpack\..*)\.s4\.s8", r"\1.s4"),
         (r"^(vunpack\..*)\.b16\.b32", r"\1.b16"),
         (r"^vperm\.lane\.", "vperm."),
+        (r"^vnez$", "vnez.u8"),
+        (r"^(vunpack\..*|vcvt\.f32)\.if8(\.f32)?$", r"\1.f8e4m3b11"),
+        (r"^(vunpack\..*)\.e4m3\.(f32|bf16)$", r"\1.f8e4m3fn"),
+        (r"^(vunpack\..*)\.e5m2\.(f32|bf16)$", r"\1.bf8"),
+        (r"^vcvt\.f32\.e5m2$", "vcvt.f32.f8e5m2"),
+        (r"^vpack\.c\.bf16\.e4m3$", "vpack.c.e4m3fn"),
+        (r"^vpack\.c\.bf16\.e5m2$", "vpack.c.e5m2"),
+        (r"^vpack\.c\.b8\.b4$", "vpack.c.b4"),
         # XLA's fusions say of the same operations less, or which numbers result.
         (r"^(vunpack\.[ci]\.[lh]\.s16)$", r"\1.s32"),
         (r"^vshra\.s32\.s(8|16)", "vshra.s32"),
@@ -211,7 +219,7 @@ class Translator:
         found = _VALUES.get(opcode) or _VALUES.get(name)
         if found is not None:
             return found(self, opcode, instruction)
-        if opcode.startswith("vpop."):
+        if opcode.startswith(("vpop.", "vmovacc.")):
             return self._units.popped(opcode, instruction)
         if opcode.startswith(("s", "p", "core_id", "reloc")):
             return self._scalar(opcode, instruction)
@@ -423,6 +431,24 @@ def _upper_half(core: Translator, __: str, instruction: Instruction) -> Get:
     return lambda: vector_unit.upper_half(a(), b())
 
 
+def _clamp(core: Translator, opcode: str, instruction: Instruction) -> Get:
+    """Bounds float32 by two whole numbers."""
+    operand, *limits = labelled(instruction, "", "", "")
+    if not all(re.fullmatch(r"-?\d+", limit.strip()) for limit in limits):
+        raise UnknownFormError(f"{opcode} to {' and '.join(limits)}")
+    vector, (least, most) = core.registers.vector(operand), map(np.float32, limits)
+    return lambda: np.clip(vector_unit.whole(vector()).view(np.float32), least, most).view(np.uint32)
+
+
+def _pack_floats(core: Translator, opcode: str, instruction: Instruction) -> Get:
+    first, second, descriptor = labelled(instruction, "vx", "vy", "cvtdesc")
+    dtype = vector_unit.DESCRIBED.get(descriptor)
+    if dtype is None:
+        raise UnknownFormError(f"{opcode} with {descriptor}")
+    a, b = core.registers.vector(first), core.registers.vector(second)
+    return lambda: vector_unit.packed_float32(dtype, a(), b())
+
+
 def _twice(core: Translator, opcode: str, instruction: Instruction) -> Get:
     first, second = labelled(instruction, "", "")
     if first != second:  # nobody has seen which of two would be the lower half
@@ -477,5 +503,7 @@ _VALUES: Mapping[str, Callable[[Translator, str, Instruction], Get]] = {
     "vsel": _select,
     "vmul.u32.u64.high": _upper_half,
     "vcmp": _compare,
+    "vclampa.f32": _clamp,
     "vpack.i.b16": _twice,
+    "vpack.c.f32.eXmY": _pack_floats,
 }

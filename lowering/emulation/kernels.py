@@ -135,7 +135,7 @@ class Execution:
       results: its results, in order.
       issues: how often each bundle was issued.
       clobbered: reads of registers that held other values than the compiler meant.
-      unwritten: bundles that loaded vectors with a word in them that nobody had written, and how often.
+      unwritten: bundles that loaded scalars, or vectors with a word in them, that nobody had written, and how often.
       sent_unwritten: bundles that started transfers of such words from vector memory to HBM, and how often.
       starts: the bundle that started each transfer.
       meetings: transfers that were in flight together where one wrote bytes that they share; if these were looked for.
@@ -203,7 +203,14 @@ class _Call:
     def _placed(self, key: tuple[str, int], space: str, array_type: str, array: np.ndarray | None) -> int:
         if key in self._places:
             return self._places[key][1]
-        address = placed(self.memory, f"{key[0]} {key[1]}", space, array_type, array, self._poison)
+        address = placed(
+            self.memory,
+            f"{'operand' if key[0] == 'input' else 'result'} {key[1]}",
+            space,
+            array_type,
+            array,
+            self._poison,
+        )
         self._places[key] = space, address
         return address
 
@@ -253,26 +260,34 @@ def _words_for(array_type: str) -> int:
 
 def words_of(array: np.ndarray, bits: int, places: np.ndarray, poison: int) -> tuple[np.ndarray, np.ndarray]:
     """Lays an array out as words of 32 bits; returns which of them hold nothing but padding as not written."""
-    if bits < 8:
+    if bits < 4:
         raise UnknownFormError(f"an operand with elements of {bits} bits")
+    if array.dtype == bool:
+        array = array.astype(f"i{bits // 8}")  # Pallas keeps booleans in words
     flat = np.ascontiguousarray(array).reshape(-1)
-    unsigned = np.dtype(f"u{bits // 8}")
+    unsigned = np.dtype(f"u{max(bits // 8, 1)}")
     elements = flat.view(unsigned)
     fill = np.array([poison], np.uint32).view(unsigned)[-1]
     laid_out = np.where(places == PADDING, fill, elements[np.maximum(places, 0)])
     missing = -len(laid_out) % (32 // bits)
     laid_out = np.concatenate([laid_out, np.full(missing, fill, unsigned)])
+    if bits == 4:
+        laid_out = laid_out[0::2] & 15 | laid_out[1::2] << 4
     is_element = np.concatenate([places != PADDING, np.zeros(missing, bool)])
     return laid_out.view(np.uint32), np.asarray(is_element.reshape(-1, 32 // bits).any(1))
 
 
 def array_of(words: np.ndarray, bits: int, places: np.ndarray, like: Any) -> np.ndarray:
     """Reads an array of a shape and dtype from memory."""
-    elements = words.view(np.dtype(f"u{bits // 8}"))[: len(places)]
+    elements = words.view(np.dtype(f"u{max(bits // 8, 1)}"))
+    if bits == 4:
+        pairs = np.stack([elements & 15, elements >> 4], 1).reshape(-1)
+        elements = (pairs ^ 8) - np.uint8(8) if np.issubdtype(like.dtype, np.signedinteger) else pairs
+    elements = elements[: len(places)]
     is_element = places != PADDING
     flat = np.empty(int(np.prod(like.shape)), elements.dtype)
     flat[places[is_element]] = elements[is_element]
-    return flat.view(like.dtype).reshape(like.shape)
+    return (flat != 0 if like.dtype == bool else flat.view(like.dtype)).reshape(like.shape)
 
 
 def execute(

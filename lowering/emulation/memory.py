@@ -47,7 +47,7 @@ class Memory:
     """All memory that one kernel reaches.
 
     Attributes:
-      unwritten: how many vectors were loaded with a word in them that nobody had written, by bundle.
+      unwritten: how many scalars, or vectors with a word in them, were loaded that nobody had written, by bundle.
       sent_unwritten: how many transfers from vector memory to HBM have sent such a word, by the bundle of their start.
     """
 
@@ -148,6 +148,8 @@ class Memory:
 
     def load_scalar(self, address: int) -> int:
         """Loads a word."""
+        if address not in self._words:
+            self.unwritten[self.bundle] += 1
         return self._words.get(address, wrapped(self._poison))
 
     def store_scalar(self, address: int, word: int) -> None:

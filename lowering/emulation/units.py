@@ -1,6 +1,7 @@
 """Units whose results wait until they are popped: the cross-lane, the matrix and the transcendental unit."""
 
 import collections
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from lowering.tpu_core.operands import bits_of, labelled
 from lowering.tpu_core.vector_unit import LANES
 
 Effect = Callable[[], None]
+_ACCUMULATION = re.compile(r"vmaxabs(\.init)?\.(f32|bf16)\.(vacc\d+)")  # since v7x
+_MAGNITUDE = {"f32": np.uint32(0x7FFFFFFF), "bf16": np.uint32(0x7FFF7FFF)}
 _TRANSPOSITION = re.compile(r"(?:\[\d+/\d+\]\s*)?(?:\((?:short|narrow)\)\s*)*vx=(%\w+)")
 
 
@@ -32,6 +35,7 @@ class Units:
             lambda: MatrixUnit(starts_with_last=generation < 7)
         )
         self._transcendental: collections.deque[tuple[str, Any]] = collections.deque()
+        self._accumulators: dict[str, Any] = {}
 
     def effect(self, opcode: str, instruction: Instruction) -> Effect | None:
         """Returns what an instruction hands to a unit; None for others.
@@ -43,6 +47,8 @@ class Units:
             return self._transcendental_effect(opcode, instruction)
         if opcode.startswith(("vmat", "vllmr")):
             return self._matrix_effect(opcode, instruction)
+        if found := _ACCUMULATION.fullmatch(opcode):
+            return self._accumulation(found, instruction)
         if ".xlu" in opcode and not opcode.startswith("vpop"):
             return self._cross_lane_effect(opcode, instruction)
         return None
@@ -54,11 +60,28 @@ class Units:
             return lambda: queue.append((value, function(operand())))
         return lambda: queue.append((value, (function(operand()).view(np.float32) * factor).view(np.uint32)))
 
+    def _accumulation(self, found: re.Match[str], instruction: Instruction) -> Effect:
+        """Keeps the largest absolute values of vectors in an accumulator."""
+        first, dtype, name = found.groups()
+        operands, held = self._registers.vectors(instruction, 2), self._accumulators
+        largest, magnitude = vector_unit.FUNCTIONS[f"vmax.{dtype}"], _MAGNITUDE[dtype]
+
+        def accumulate() -> None:
+            values = [vector_unit.whole(operand()) & magnitude for operand in operands]
+            held[name] = functools.reduce(largest, values if first else [self._accumulated(name), *values])
+
+        return accumulate
+
+    def _accumulated(self, name: str) -> np.ndarray:
+        if name not in self._accumulators:
+            raise MachineFaultError(f"{name} is read before anything is written to it")
+        return self._accumulators[name]
+
     def _cross_lane_effect(self, opcode: str, instruction: Instruction) -> Effect | None:
         tokens = opcode.split(".")
         unit = self._cross_lane[next(token for token in tokens if token.startswith("xlu"))]
         name = ".".join(token for token in tokens if not token.startswith("xlu"))
-        if name.startswith(("vxpose.b32.", "vxpose.c.b16.", "vxpose.binary.c.b16.")):
+        if name.startswith(("vxpose.b32.", "vxpose.c.b8.", "vxpose.c.b16.", "vxpose.binary.c.b16.")):
             return self._transposition(name, unit, instruction)
         value = instruction.value
         if name in cross_lane_unit.REDUCTIONS:
@@ -86,12 +109,12 @@ class Units:
         if others and others[-1].startswith("width="):
             width = bits_of(others.pop().partition("=")[2])
         beside = [other.removeprefix("vy=") for other in others if "binary" in name]
-        known = {"b16", "start", "cont", "end"} | ({"binary", "c"} if beside else set())
+        known = {"b8", "b16", "start", "cont", "end"} | ({"binary", "c"} if beside else set())
         if found is None or len(others) != len(beside) or not set(name.split(".")[2:]) <= known:
             raise UnknownFormError(f"{name} with {', '.join(instruction.operands)!r}")
         # Of two matrices, the results of the second come first.
         vectors = [self._registers.vector(operand) for operand in (*beside, found[1])]
-        bits = 16 if "b16" in name else 32
+        bits = next((bits for bits in (8, 16) if f".b{bits}" in name), 32)
         return lambda: unit.transposed(name, [vector() for vector in vectors], width, bits)
 
     def _matrix_effect(self, opcode: str, instruction: Instruction) -> Effect:
@@ -106,6 +129,8 @@ class Units:
 
         unit = self._matrix[take(*(token for token in tokens if token.startswith("mxu")))]
         dtype = take(*matrix_unit.TYPES) or "f32"
+        if dtype in vector_unit.FLOATS_OF_8_BITS:
+            take("bf16")  # as which they are multiplied
         is_latched, count = bool(take("lsf", "lmr")) or name == "vllmr", take(*filter(str.isdigit, tokens))
         vector: Get
         if is_latched and name != "vmatpush":
@@ -149,9 +174,11 @@ class Units:
         """Takes what waits in a unit; where its name is known, it must be the one that is meant."""
         _, *tokens = opcode.split(".")
         meant = instruction.operands[0].removeprefix("%") if instruction.operands else ""
+        unit = tokens[-1]
         if opcode == "vpop.eup":
             return self._taken(self._transcendental, meant)
-        unit = tokens[-1]
+        if opcode.startswith("vmovacc.low.even.vacc"):
+            return lambda: self._accumulated(unit)
         if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] in ("xlane", "permute"):
             return self._taken(self._cross_lane[unit].results[tokens[0]], meant)
         if len(tokens) == 2 and unit.startswith("xlu") and tokens[0] == "trf":

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lowering.tpu_core.faults import MachineFaultError
-from lowering.tpu_core.vector_unit import LANES, SUBLANES, rows_of_words, whole, words_of_rows
+from lowering.tpu_core.vector_unit import LANES, SUBLANES, on_bfloat16, rows_of_words, whole, words_of_rows
 
 
 def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
@@ -23,10 +23,19 @@ def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     return reduce
 
 
+def _place_of(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what finds the lane of each row's largest or smallest float32: the first of several."""
+    return lambda x: np.repeat(function(whole(x).view(np.float32), 1)[:, None], LANES, 1).astype(np.uint32)
+
+
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "vadd.xlane.f32": _reduced(np.add),
     "vmax.xlane.f32": _reduced(np.maximum),
     "vmin.xlane.f32": _reduced(np.minimum),
+    "vmax.xlane.bf16": on_bfloat16(_reduced(np.maximum)),
+    "vmin.xlane.bf16": on_bfloat16(_reduced(np.minimum)),
+    "vmax.index.xlane.f32": _place_of(np.argmax),
+    "vmin.index.xlane.f32": _place_of(np.argmin),
 }
 
 

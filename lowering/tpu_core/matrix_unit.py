@@ -1,7 +1,7 @@
 """Matrix units: weights are pushed in, rows stream through, and sums are popped.
 
-A unit multiplies rows by a matrix of 128 x 128, or 256 x 256 since v6e. Its operands are bfloat16 or int8; of float32
-it takes what rounding to bfloat16 leaves. Sums are float32. In which order a unit adds up is not known.
+A unit multiplies rows by a matrix of 128 x 128, or 256 x 256 since v6e. Its operands are bfloat16 or have 8 bits;
+of float32 it takes what rounding to bfloat16 leaves. Sums are float32. In which order a unit adds up is not known.
 """
 
 import collections
@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
-from lowering.tpu_core.vector_unit import LANES, SUBLANES, rounded_to_bfloat16, rows_of_words, selected, whole
+from lowering.tpu_core.vector_unit import (
+    FLOATS_OF_8_BITS,
+    LANES,
+    SUBLANES,
+    from_8_bits,
+    rounded_to_bfloat16,
+    rows_of_words,
+    selected,
+    whole,
+)
 
-_BITS = {"f32": 32, "bf16": 16, "s8": 8, "u8": 8}
+_BITS = {"f32": 32, "bf16": 16, "s8": 8, "u8": 8, **dict.fromkeys(FLOATS_OF_8_BITS, 8)}
 TYPES = frozenset(_BITS)
 LATCHED = "lmr"
 
@@ -24,6 +33,8 @@ def operand_rows(x: Any, dtype: str) -> np.ndarray:
     rows = rows_of_words(x, _BITS[dtype])
     if dtype == "bf16":
         return (rows << np.uint32(16)).view(np.float32)
+    if dtype in FLOATS_OF_8_BITS:
+        return from_8_bits(rows, FLOATS_OF_8_BITS[dtype])
     return rows.astype(np.int8 if dtype == "s8" else np.uint8).astype(np.float32)
 
 

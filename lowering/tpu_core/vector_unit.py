@@ -9,12 +9,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 SUBLANES, LANES = 8, 128
 _ONES = 0xFFFFFFFF
 _HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
 _EXPONENT = np.uint32(0x7F800000)
+# Numbers of 8 bits by the names that opcodes give them. Until v6e, "e4m3" has a bias of 11 and no infinities.
+FLOATS_OF_8_BITS: dict[str, Any] = {
+    "f8e4m3b11": np.dtype(jnp.float8_e4m3b11fnuz),
+    "f8e4m3fn": np.dtype(jnp.float8_e4m3fn),
+    "f8e4m3": np.dtype(jnp.float8_e4m3fn),
+    "f8e5m2": np.dtype(jnp.float8_e5m2),
+    "bf8": np.dtype(jnp.float8_e5m2),
+}
 LANE = np.broadcast_to(np.arange(LANES, dtype=np.uint32), (SUBLANES, LANES))
 SUBLANE = np.broadcast_to(np.arange(SUBLANES, dtype=np.uint32)[:, None], (SUBLANES, LANES))
 
@@ -46,23 +55,11 @@ def only_bfloat16(x: Any) -> Any:
     return np.where(x & _LOW, np.uint32(0x7FC00000), x)
 
 
-def _on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of two packed bfloat16 values a word, computed in float32 and rounded."""
+def on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of two packed bfloat16 values a word, which rounds what one of float32 gives for each."""
 
-    def packed(a: Any, b: Any) -> Any:
-        low = _on(np.float32, function)(a << np.uint32(16), b << np.uint32(16))
-        high = _on(np.float32, function)(a & _HIGH, b & _HIGH)
-        return rounded_to_bfloat16(high) | rounded_to_bfloat16(low) >> np.uint32(16)
-
-    return packed
-
-
-def _on_each_bfloat16(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function of packed bfloat16 values, exact but for one rounding to float32 and one to bfloat16."""
-    exact = _in_double(function)
-
-    def packed(x: Any) -> Any:
-        low, high = exact(x << np.uint32(16)), exact(x & _HIGH)
+    def packed(*operands: Any) -> Any:
+        low, high = function(*(x << np.uint32(16) for x in operands)), function(*(x & _HIGH for x in operands))
         return rounded_to_bfloat16(high) | rounded_to_bfloat16(low) >> np.uint32(16)
 
     return packed
@@ -161,14 +158,65 @@ def _unpacked_signed(part: int) -> Callable[[Any], Any]:
     return lambda x: _signed(_part(rows_of_words(x, 16), part, 2), 16)
 
 
-def _int8_as_bfloat16(part: int) -> Callable[[Any], Any]:
-    """Unpacks the lower or upper half of rows of int8 to rows of bfloat16."""
+def _integers_as_bfloat16(bits: int, part: int) -> Callable[[Any], Any]:
+    """Unpacks a part of the rows of signed numbers of 8 or 4 bits to rows of bfloat16."""
 
     def unpack(x: Any) -> Any:
-        rows = _signed(_part(rows_of_words(x, 8), part, 2), 8).view(np.int32).astype(np.float32).view(np.uint32)
-        return words_of_rows(rows >> np.uint32(16), 16)
+        rows = _signed(_part(rows_of_words(x, bits), part, 16 // bits), bits).view(np.int32)
+        return words_of_rows(rows.astype(np.float32).view(np.uint32) >> np.uint32(16), 16)
 
     return unpack
+
+
+def from_8_bits(rows: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns numbers whose 8 bits are the low ones of words as float32."""
+    return np.asarray(rows.astype(np.uint8).view(dtype).astype(np.float32))
+
+
+def _to_8_bits(dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns what rounds float32 to nearest even, to 8 bits at the lower end of words. Integers are bounded."""
+
+    def convert(x: np.ndarray) -> np.ndarray:
+        values = x.view(np.float32)
+        if np.issubdtype(dtype, np.integer):
+            values = np.rint(np.clip(np.nan_to_num(values), np.iinfo(dtype).min, np.iinfo(dtype).max))
+        return values.astype(dtype).view(np.uint8).astype(np.uint32)
+
+    return convert
+
+
+def _unpacked_float(dtype: Any, wider: int, part: int) -> Callable[[Any], Any]:
+    """Unpacks a part of the rows of numbers of 8 bits to float32, or to bfloat16, which has all of them."""
+
+    def unpack(x: Any) -> Any:
+        rows = from_8_bits(_part(rows_of_words(x, 8), part, wider // 8), dtype).view(np.uint32)
+        return words_of_rows(rows >> np.uint32(32 - wider), wider)
+
+    return unpack
+
+
+def packed_float32(dtype: Any, first: Any, second: Any) -> np.ndarray:
+    """Packs the float32 numbers of two vectors, rounded to 8 bits, into halves of words."""
+    return words_of_rows(_to_8_bits(dtype)(np.concatenate([whole(first), whole(second)])), 16)
+
+
+def _packed_to_8_bits(dtype: Any) -> Callable[[Any, Any], Any]:
+    """Packs the bfloat16 numbers of two vectors, rounded to 8 bits: first the rows of the second operand."""
+
+    def pack(second: Any, first: Any) -> np.ndarray:
+        rows = np.concatenate([rows_of_words(x, 16) for x in (first, second)])
+        return words_of_rows(_to_8_bits(dtype)(rows << np.uint32(16)), 8)
+
+    return pack
+
+
+# What descriptors of conversions to 8 bits stand for, since v7x.
+DESCRIBED: dict[str, Any] = {
+    "61788": np.dtype(jnp.float8_e4m3fn),
+    "57749": np.dtype(jnp.float8_e5m2),
+    "312": np.int8,  # of what has been truncated
+    "56": np.uint8,
+}
 
 
 def _rotated(x: Any, by: Any) -> Any:
@@ -197,13 +245,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vmin.f32": _on(np.float32, np.minimum),
     # To float32 it adds the lower half of each word, as the compiler's first form of the code says.
     "vadd.low.f32.bf16": lambda a, b: _on(np.float32, np.add)(a, b << np.uint32(16)),
-    "vadd.bf16": _on_bfloat16(np.add),
-    "vsub.bf16": _on_bfloat16(np.subtract),
-    "vmul.bf16": _on_bfloat16(np.multiply),
-    "vmax.bf16": _on_bfloat16(np.maximum),
-    "vmin.bf16": _on_bfloat16(np.minimum),
+    "vadd.bf16": on_bfloat16(_on(np.float32, np.add)),
+    "vsub.bf16": on_bfloat16(_on(np.float32, np.subtract)),
+    "vmul.bf16": on_bfloat16(_on(np.float32, np.multiply)),
+    "vmax.bf16": on_bfloat16(_on(np.float32, np.maximum)),
+    "vmin.bf16": on_bfloat16(_on(np.float32, np.minimum)),
     "vadd.s16": _on_halves(np.int16, np.add),
     "vsub.s16": _on_halves(np.int16, np.subtract),
+    "vmul.u16": _on_halves(np.uint16, np.multiply),
     "vmax.s16": _on_halves(np.int16, np.maximum),
     "vmin.s16": _on_halves(np.int16, np.minimum),
     "vadd.s32": np.add,
@@ -224,8 +273,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vfloor.f32": _on(np.float32, np.floor),
     "vceil.f32": _on(np.float32, np.ceil),
     "vtrunc.f32": _on(np.float32, np.trunc),
+    "vtrunc.bf16": on_bfloat16(_on(np.float32, np.trunc)),
     "vround.rtne.f32": _on(np.float32, np.rint),
-    "vfloor.bf16": _on_each_bfloat16(np.floor),
+    "vround.rtna.f32": _in_double(lambda x: np.trunc(x + np.copysign(0.5, x))),  # of two, the one away from 0
+    "vfloor.bf16": on_bfloat16(_on(np.float32, np.floor)),
     # To plus and minus the second operand; from 0 to it.
     "vclamps.f32": _on(np.float32, lambda x, most: np.clip(x, -most, most)),
     "vclamp-gez-f32": _on(np.float32, lambda x, most: np.clip(x, 0, most)),
@@ -256,8 +307,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vunpack.c.3.s8": _unpacked(8, 32, 3),
     "vunpack.c.l.s4": _unpacked(4, 8, 0),
     "vunpack.c.h.s4": _unpacked(4, 8, 1),
-    "vunpack.c.l.s8.bf16": _int8_as_bfloat16(0),
-    "vunpack.c.h.s8.bf16": _int8_as_bfloat16(1),
+    **{f"vunpack.c.{part}.s8.bf16": _integers_as_bfloat16(8, number) for number, part in enumerate("lh")},
+    **{f"vunpack.c.{part}.s4.bf16": _integers_as_bfloat16(4, number) for number, part in enumerate("0123")},
+    "vpack.c.e4m3fn": _packed_to_8_bits(np.dtype(jnp.float8_e4m3fn)),
+    "vpack.c.e5m2": _packed_to_8_bits(np.dtype(jnp.float8_e5m2)),
+    "vpack.c.bf16.s8": _packed_to_8_bits(np.int8),
+    "vpack.c.b4": _packed(4),
+    **{f"vcvt.f32.{name}": _to_8_bits(dtype) for name, dtype in FLOATS_OF_8_BITS.items()},
+    **{
+        f"vunpack.c.{part}.{name}": _unpacked_float(dtype, wider, number)
+        for name, dtype in FLOATS_OF_8_BITS.items()
+        for wider, parts in ((32, "0123"), (16, "lh"))
+        for number, part in enumerate(parts)
+    },
     # Movements along sublanes.
     "vrot.slane": _rotated,
     "vperm.slane": _permuted,
@@ -290,7 +352,7 @@ def upper_half(a: Any, b: Any) -> Any:
 
 # Their results wait until they are popped.
 TRANSCENDENTAL: dict[str, Callable[[Any], Any]] = {
-    **{f"{name}.bf16": _on_each_bfloat16(function) for name, function in _FUNCTIONS.items()},
+    **{f"{name}.bf16": on_bfloat16(_in_double(function)) for name, function in _FUNCTIONS.items()},
     **{f"{name}.f32": _in_double(function) for name, function in _FUNCTIONS.items()},
 }
 
@@ -383,7 +445,6 @@ def _bytes_that_are_not_zero(x: Any) -> Any:
 # Of vectors, to masks.
 TESTS: dict[str, Callable[..., Any]] = {
     "vweird.f32": lambda x: whole(_is_weird(x)),  # infinities and NaN, as `jnp.isfinite` uses it
-    "vnez": lambda x: whole(x != 0),
     "vc.u32": lambda a, b: whole(a + b < a),  # the carry of a sum
     "vnez.u8": _bytes_that_are_not_zero,
 }

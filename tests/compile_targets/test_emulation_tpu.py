@@ -177,6 +177,24 @@ def test_unwritten_memory_is_found(rng):
     assert lowering.emulate(lambda x: partly(x)[:8], normal(rng, 8, 128), target="tpu-v5e").findings == ()
 
 
+def test_an_unwritten_scalar_is_found_where_it_is_loaded():
+    def body(x, y, scratch):
+        @pl.when(x[0, 0] > 5)
+        def _():
+            scratch[0] = 3.0
+
+        y[...] = x[...] * scratch[0]
+
+    call = pl.pallas_call(
+        body, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32), scratch_shapes=[pltpu.SMEM((1,), jnp.float32)]
+    )
+    (finding,) = lowering.emulate(call, np.ones((8, 128), np.float32), target="tpu-v5e").findings
+    assert re.search(
+        r"nothing has written .*: bundle \w+ \(test_emulation_tpu.py:\d+\) is the first to load it", finding.what
+    )
+    assert lowering.emulate(call, np.full((8, 128), 6, np.float32), target="tpu-v5e").findings == ()
+
+
 def test_what_a_longer_transfer_has_left_is_found(rng):
     """The last block of a ragged operand is shorter than those before, whose rows are still behind it."""
 
