@@ -56,7 +56,11 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", type=pathlib.Path, metavar="FILE", help="write how long each test file took, as CSV")
-    parser.addoption("--emulate", metavar="CHIP", help="run the interpreter's tests of TPU kernels on compiled code")
+    parser.addoption(
+        "--emulate",
+        metavar="CHIP",
+        help="run the interpreter's tests of TPU kernels on code that is compiled for a chip, or by two-cores",
+    )
     parser.addoption(
         "--coverage", type=pathlib.Path, metavar="FILE", help="with --emulate: how much of it was executed"
     )
@@ -69,16 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
         emulated_kernels.install(config.option.emulate)
 
 
+def _is_for_a_chip(config: pytest.Config) -> bool:
+    return config.option.emulate not in (None, emulated_kernels.TWO_CORES)
+
+
 @pytest.fixture(autouse=True)
 def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
     """With `--emulate`, fails tests whose kernels do what no kernel may, and skips those without any.
 
     Gives whether that is so: a compiled kernel can be run with more data, so that all of its code is executed.
     """
-    yield bool(request.config.option.emulate)
+    yield _is_for_a_chip(request.config)
     if request.config.option.emulate:
         kernels, findings = emulated_kernels.take()
-        request.config.stash.setdefault(_COVERAGE, emulated_kernels.Coverage()).add(kernels)
+        if request.config.option.coverage:
+            request.config.stash.setdefault(_COVERAGE, emulated_kernels.Coverage()).add(kernels)
         assert findings == []
         if not kernels:
             pytest.skip("interprets no TPU kernel")
@@ -132,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = bool(item.get_closest_marker("sampled")) and cases[test] % SAMPLE > 0
         if "promise" in item.fixturenames and (case := item.callspec.params.get("case")):
             left_out = case.implementation != "auto" or first.setdefault(case.operator, case) is not case
-        if left_out or (item.get_closest_marker("long") and not config.option.emulate):
+        if left_out or (item.get_closest_marker("long") and not _is_for_a_chip(config)):
             item.add_marker(pytest.mark.slow)
         cases[test] += 1
     if config.option.emulate:

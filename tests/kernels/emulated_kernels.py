@@ -1,10 +1,14 @@
-"""Runs the interpreter's tests of TPU kernels on compiled code: `pytest --emulate tpu-v5e -n 2 tests`.
+"""Runs the interpreter's tests of TPU kernels in another way: `pytest --emulate tpu-v5e -n 2 tests`.
 
 Each kernel that a test interprets is compiled for the chip instead, and executed as `lowering.emulate` does, with
 transfers in three orders and a NaN where nobody has written. A test fails if that shows anything.
+
+With `--emulate two-cores` it is interpreted: by two cores, copies as late as somebody waits for them, and blocks that
+may run in parallel in another order.
 """
 
 import collections
+import dataclasses
 import datetime
 import json
 from pathlib import Path
@@ -13,17 +17,31 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from lowering.emulation.emulator import Emulator
 from lowering.targets import named
 
+TWO_CORES = "two-cores"
+_OTHERWISE = {"dma_execution_mode": "on_wait", "random_seed": 2, "num_cores_or_threads": 2}
 _pallas_call = pl.pallas_call
 _emulators: list[Emulator] = []
+_interpreted: list[str] = []
 
 
 def install(chip: str) -> None:
-    """Lets an emulated chip take the place of Pallas' interpreter of TPU kernels."""
+    """Lets an emulated chip, or the interpreter with other options, take the place of the interpreter."""
+    pl.pallas_call = _interpreted_by_two_cores if chip == TWO_CORES else _emulated_by(chip)
 
+
+def _interpreted_by_two_cores(kernel: Any, *args: Any, interpret: Any = False, **params: Any) -> Any:
+    if isinstance(interpret, pltpu.InterpretParams):
+        interpret = dataclasses.replace(interpret, **_OTHERWISE)
+        _interpreted.append(params.get("name", "kernel"))
+    return _pallas_call(kernel, *args, interpret=interpret, **params)
+
+
+def _emulated_by(chip: str) -> Any:
     def pallas_call(kernel: Any, *args: Any, interpret: Any = False, **params: Any) -> Any:
         if not interpret:
             return _pallas_call(kernel, *args, interpret=interpret, **params)
@@ -37,15 +55,16 @@ def install(chip: str) -> None:
 
         return call
 
-    pl.pallas_call = pallas_call
+    return pallas_call
 
 
 def take() -> tuple[list[Any], list[Any]]:
     """Returns the kernels that have run since the last time, and what was found."""
     jax.effects_barrier()
-    kernels = [kernel for emulator in _emulators for kernel in emulator.kernels()]
+    kernels = [kernel for emulator in _emulators for kernel in emulator.kernels()] + _interpreted
     findings = [finding for emulator in _emulators for finding in emulator.findings()]
     _emulators.clear()
+    _interpreted.clear()
     return kernels, findings
 
 

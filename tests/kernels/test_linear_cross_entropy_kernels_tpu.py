@@ -29,7 +29,7 @@ from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs,
 from lowering.operators import refusal_by_fields
 from lowering.targets import named
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.tpu.linear_cross_entropy import backward, gradients, statistics, tiles, vocab_parallel
+from pallas_kernels.tpu.linear_cross_entropy import backward, exponentials, gradients, statistics, tiles, vocab_parallel
 
 pytestmark = pytest.mark.emulated
 
@@ -397,3 +397,18 @@ def test_linear_cross_entropy_tpu_configs_fit(target, rows, hidden, classes):
         assert tiles.vmem_limit_bytes(statistics._vmem_bytes(2, **config)) < (chip.on_chip_bytes or 2**26)
     for config in backward_configs:
         assert tiles.vmem_limit_bytes(gradients._vmem_bytes(2, hidden, **config)) < (chip.on_chip_bytes or 2**26)
+
+
+def test_exponentials_and_their_sums_agree_with_float64(rng):
+    # Of bfloat16 numbers, as a chip rounds operands to these.
+    x, weight = (rng.normal(size=(rows, 40)).astype(jnp.bfloat16).astype(np.float32) for rows in (300, 200))
+    labels, shift = rng.integers(0, 200, 300).astype(np.int32), np.zeros(300, np.float32)
+    config = {"block_rows": 128, "block_vocab": 128, "block_hidden": 128}
+    run = functools.partial(
+        exponentials.exponentials, softcap=None, most_excess=60.0, config=config, interpret=INTERPRET
+    )
+    off_label, rest, _ = jax.jit(run)(x, weight, None, None, labels, shift)
+    truth = np.exp(x.astype(np.float64) @ weight.T.astype(np.float64))
+    truth[np.arange(300), labels] = 0
+    np.testing.assert_allclose(off_label, truth, rtol=1e-4)
+    np.testing.assert_allclose(rest, truth.sum(-1), rtol=1e-4)

@@ -304,15 +304,9 @@ def held_by_devices(count: int, at: Path) -> dict[str, str]:
     return {name: held for file in files for name, held in json.loads(file.read_text()).items()}
 
 
-@pytest.fixture(scope="module")
-def held_in_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return held_by_devices(1, tmp_path_factory.mktemp("operators"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_every_operator_in_processes_is_that_of_one_bit_for_bit(count, tmp_path, held_in_one_process):
-    held = held_by_devices(count, tmp_path)
+def test_every_operator_in_processes_is_that_of_one_bit_for_bit(tmp_path):
+    held, held_in_one_process = held_by_devices(4, tmp_path), held_by_devices(1, tmp_path)
     assert len(held) >= 2 * 3 * 4 * len(contract.representatives())
     assert [name for name in held if held[name] != held_in_one_process[name]] == []
     assert held.keys() == held_in_one_process.keys()
