@@ -80,7 +80,7 @@ def test_dropout_takes_its_kernel_and_draws_the_mask_that_the_reference_draws():
 
 
 def test_divisive_norm_takes_its_kernels():
-    x, means, grad = (normal(seed, 128, 14, 14, 64) for seed in range(3))
+    x, means, grad = (normal(seed, 128, 7, 7, 64) for seed in range(3))
     attributes = {"n": 5, "alpha": 1.5, "beta": 0.75, "k": 0.5}
 
     def step(x, means, grad):
@@ -89,13 +89,13 @@ def test_divisive_norm_takes_its_kernels():
 
     y, dx, dmeans = run(step, x, means, grad, kernels={"divisive_norm", "divisive_norm_backward"})
     wide = np.pad(x.astype(np.float64), ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=np.nan)
-    apart = [wide[:, i : i + 14, j : j + 14] - means for i in range(5) for j in range(5)]
+    apart = [wide[:, i : i + 7, j : j + 7] - means for i in range(5) for j in range(5)]
     s = attributes["k"] + attributes["alpha"] / 25 * np.nansum(np.square(apart), axis=0)
     np.testing.assert_allclose(y, x * s**-0.75, rtol=1e-5, atol=1e-6)
     u = -0.75 * attributes["alpha"] / 25 * grad * x * s**-1.75
     np.testing.assert_allclose(dmeans, -2 * u * np.nansum(apart, axis=0), rtol=1e-4, atol=1e-5)
     # The windows that hold a pixel lie around it likewise.
     of_u, of_both = (np.pad(each, ((0, 0), (2, 2), (2, 2), (0, 0))) for each in (u, u * means))
-    places = [(slice(None), slice(i, i + 14), slice(j, j + 14)) for i in range(5) for j in range(5)]
+    places = [(slice(None), slice(i, i + 7), slice(j, j + 7)) for i in range(5) for j in range(5)]
     truth = grad * s**-0.75 + 2 * sum(x * of_u[place] - of_both[place] for place in places)
     np.testing.assert_allclose(dx, truth, rtol=1e-4, atol=1e-5)

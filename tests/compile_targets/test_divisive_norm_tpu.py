@@ -37,7 +37,7 @@ def test_divisive_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, wi
 
 
 @pytest.mark.parametrize("n", [4, 16])
-@pytest.mark.parametrize("shape", [(64, 1, 30, 20, 128), (8, 128, 1, 14, 13, 3), (2, 1, 9, 11, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 9, 11, 70), (64, 1, 30, 20, 128), (8, 128, 1, 14, 13, 3)], ids=str)
 def test_divisive_norm_compiles_in_every_configuration(tpu, shape, n):
     x, grad = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape, F32)
     params = {"window": (1, n, n), "alpha": 1.5, "beta": 0.75, "k": 0.5, "means_grad": True}
