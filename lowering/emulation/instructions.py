@@ -449,14 +449,6 @@ def _pack_floats(core: Translator, opcode: str, instruction: Instruction) -> Get
     return lambda: vector_unit.packed_float32(dtype, a(), b())
 
 
-def _twice(core: Translator, opcode: str, instruction: Instruction) -> Get:
-    first, second = labelled(instruction, "", "")
-    if first != second:  # nobody has seen which of two would be the lower half
-        raise UnknownFormError(f"{opcode} of {first} and {second}")
-    vector = core.registers.vector(first)
-    return lambda: vector_unit.halves_of(vector(), vector())
-
-
 def _compare(core: Translator, opcode: str, instruction: Instruction) -> Get:
     _, relation, dtype, *order = opcode.split(".")
     function = vector_unit.comparison(relation, dtype)
@@ -504,6 +496,5 @@ _VALUES: Mapping[str, Callable[[Translator, str, Instruction], Get]] = {
     "vmul.u32.u64.high": _upper_half,
     "vcmp": _compare,
     "vclampa.f32": _clamp,
-    "vpack.i.b16": _twice,
     "vpack.c.f32.eXmY": _pack_floats,
 }

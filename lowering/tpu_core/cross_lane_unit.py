@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lowering.tpu_core.faults import MachineFaultError
-from lowering.tpu_core.vector_unit import LANES, SUBLANES, on_bfloat16, rows_of_words, whole, words_of_rows
+from lowering.tpu_core.vector_unit import LANE, LANES, SUBLANES, on_bfloat16, rows_of_words, whole, words_of_rows
 
 
 def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
@@ -83,11 +83,15 @@ class CrossLaneUnit:
 
 
 def rotated(x: Any, by: Any) -> Any:
-    """Moves lanes up, in a circle."""
-    return np.roll(whole(x), int(by if np.ndim(by) == 0 else by[0, 0]) % LANES, 1)
+    """Moves lanes up, in a circle: by the low seven bits, plus the bits from the eighth on for each sublane."""
+    return np.take_along_axis(whole(x), (LANE - _of_sublanes(by if np.ndim(by) == 0 else by[0, 0])) % LANES, 1)
 
 
 def one_lane(x: Any, number: Any) -> Any:
     """Repeats one lane of each row: that of the low seven bits, plus the bits from the eighth on for each sublane."""
-    lanes = ((int(number) & 127) + (int(number) >> 8) * np.arange(SUBLANES)) % LANES
-    return np.repeat(whole(x)[np.arange(SUBLANES), lanes][:, None], LANES, 1)
+    return np.repeat(np.take_along_axis(whole(x), _of_sublanes(number), 1), LANES, 1)
+
+
+def _of_sublanes(number: Any) -> np.ndarray:
+    """Returns what an operand says for each sublane, as a column."""
+    return ((int(number) & 127) + (int(number) >> 8) * np.arange(SUBLANES)[:, None]) % LANES

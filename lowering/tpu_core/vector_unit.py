@@ -14,7 +14,7 @@ import numpy as np
 
 SUBLANES, LANES = 8, 128
 _ONES = 0xFFFFFFFF
-_HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+_HIGH, _LOW, _LOW_BYTES = np.uint32(0xFFFF0000), np.uint32(0xFFFF), np.uint32(0xFF00FF)
 _EXPONENT = np.uint32(0x7F800000)
 # Numbers of 8 bits by the names that opcodes give them. Until v6e, "e4m3" has a bias of 11 and no infinities.
 FLOATS_OF_8_BITS: dict[str, Any] = {
@@ -287,6 +287,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     # Packing: "c" is compressed, "i" interleaved; "l" and "h" are the lower and the upper half of rows.
     "vpack.c.bf16": _packed_bfloat16,
     "vpack.i.bf16": lambda high, low: (rounded_to_bfloat16(high) & _HIGH) | rounded_to_bfloat16(low) >> np.uint32(16),
+    "vpack.i.b16": lambda high, low: high << np.uint32(16) | low & _LOW,
+    "vpack.i.b8": lambda high, low: (high & _LOW_BYTES) << np.uint32(8) | low & _LOW_BYTES,
     "vpack.c.b16": lambda second, first: words_of_rows(np.concatenate([whole(first), whole(second)]), 16),
     "vpack.c.b8": _packed(8),
     "vunpack.c.l.bf16": _unpacked_bfloat16(0),
@@ -338,11 +340,6 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "vsinq": np.sin,
     "vcosq": np.cos,
 }
-
-
-def halves_of(high: Any, low: Any) -> Any:
-    """Returns words of the lower halves of two vectors."""
-    return whole(high << np.uint32(16) | low & _LOW)
 
 
 def upper_half(a: Any, b: Any) -> Any:

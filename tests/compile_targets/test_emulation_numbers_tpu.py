@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import lowering
 from lowering.select import EMULATED
@@ -74,6 +75,18 @@ def turned(x, out):
     out[...] = x[...].T
 
 
+def in_shape(x, out):
+    out[...] = x[...].reshape(out.shape)
+
+
+def repeated(x, out):
+    out[...] = jnp.broadcast_to(x[3:4], out.shape)
+
+
+def packed(low, high, out):
+    out[...] = pltpu.pack_elementwise([low[...], high[...]], packed_dtype=jnp.int16)
+
+
 def conversions():
     """Lists operands and what they are converted to: floats of 8 bits, integers of 8 and of 4."""
     eights = [np.arange(256, dtype=np.uint8).view(dtype) for dtype in (E4M3, E5M2)]
@@ -123,6 +136,15 @@ def cases():
     )
     found["products of 16 bits"] = tripled, [INTEGERS.astype(np.int16)], (3 * INTEGERS).astype(np.int16)
     found["transposed bytes"] = turned, [INTEGERS.astype(np.int8)], INTEGERS.astype(np.int8).T
+    shapes = [((2, 4), (4, 2), "float32"), ((33, 99), (99, 33), "int32"), ((8, 512), (8, 4, 128), "bfloat16")]
+    shapes += [((2, 3, 5, 128), (2, 3, 640), "bfloat16"), ((2, 3, 5, 128), (2, 3, 640), "int8")]
+    for of, to, dtype in shapes:
+        x = RNG.integers(-128, 128, of).astype(jnp.dtype(dtype))
+        found[f"{dtype} {of} as {to}"] = in_shape, [x], x.reshape(to)
+    row = INTEGERS[:, :128].astype(np.int8)
+    found["a row of bytes"] = repeated, [row], np.broadcast_to(row[3:4], row.shape)
+    low, high = (RNG.integers(-(2**15), 2**15, (64, 128)).astype(np.int32) for _ in range(2))
+    found["packed halves"] = packed, [low, high], low & 0xFFFF | high << 16
     return found
 
 

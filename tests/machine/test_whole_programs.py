@@ -179,11 +179,13 @@ def test_halves_are_taken_by_a_number_and_added_to_float32():
     np.testing.assert_array_equal(held["v3"].view(np.float32), A + low.view(np.float32))
 
 
-def test_halves_are_packed_beside_themselves():
-    machine = Bench().run("%v1_v1 = vpack.i.b16 %v0_v0, %v0_v0", v0=bits(A))
-    np.testing.assert_array_equal(machine.registers.held["v1"], bits(A) << 16 | bits(A) & 0xFFFF)
-    with pytest.raises(UnknownFormError, match="of %v0_v0 and %v1_v1"):
-        Bench().run("%v2_v2 = vpack.i.b16 %v0_v0, %v1_v1", v0=bits(A), v1=bits(B))
+def test_halves_and_bytes_are_packed_beside_others():
+    lines = "%v2_v2 = vpack.i.b16 %v0_v0, %v1_v1", "%v3_v3 = vpack.i.b8 %v0_v0, %v1_v1"
+    held = Bench().run(*lines, v0=bits(A), v1=bits(B)).registers.held
+    np.testing.assert_array_equal(held["v2"], bits(A) << 16 | bits(B) & 0xFFFF)
+    of_bytes = np.ascontiguousarray(held["v3"]).view(np.uint8).reshape(8, 128, 4)
+    a, b = (np.ascontiguousarray(x).view(np.uint8).reshape(8, 128, 4) for x in (A, B))
+    np.testing.assert_array_equal(of_bytes, np.stack([b[..., 0], a[..., 0], b[..., 2], a[..., 2]], -1))
 
 
 @pytest.mark.parametrize("count", [1, 2])
