@@ -46,7 +46,7 @@ compile-tpu compile-cuda: compile-%: $(VENV)/.test
 	$(BIN)/jaxops targets --install $* >/dev/null
 	$(BIN)/pytest -n 2 -m "$*_compile and not slow" tests/compile_targets $(ARGS)
 
-# The interpreter's tests of TPU kernels, on the code that is compiled for these chips; of "two-cores", interpreted.
+# The interpreter's tests of TPU kernels, on the code that is compiled for these chips; "at-once" and "two-cores" interpret.
 CHIPS ?= tpu-v5e tpu-v6e tpu-v7x
 emulate: $(VENV)/.test
 	$(BIN)/jaxops targets --install tpu >/dev/null

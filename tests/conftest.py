@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulate",
         metavar="CHIP",
-        help="run the interpreter's tests of TPU kernels on code that is compiled for a chip, or by two-cores",
+        help="run the interpreter's tests of TPU kernels as compiled for a chip, or again: at-once, or by two-cores",
     )
     parser.addoption(
         "--coverage", type=pathlib.Path, metavar="FILE", help="with --emulate: how much of it was executed"
@@ -73,22 +73,20 @@ def pytest_configure(config: pytest.Config) -> None:
         emulated_kernels.install(config.option.emulate)
 
 
-def _is_for_a_chip(config: pytest.Config) -> bool:
-    return config.option.emulate not in (None, emulated_kernels.TWO_CORES)
-
-
 @pytest.fixture(autouse=True)
 def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
     """With `--emulate`, fails tests whose kernels do what no kernel may, and skips those without any.
 
     Gives whether that is so: a compiled kernel can be run with more data, so that all of its code is executed.
     """
-    yield _is_for_a_chip(request.config)
+    interprets = request.config.option.emulate in emulated_kernels.INTERPRETERS
+    yield bool(request.config.option.emulate) and not interprets
     if request.config.option.emulate:
         kernels, findings = emulated_kernels.take()
         if request.config.option.coverage:
             request.config.stash.setdefault(_COVERAGE, emulated_kernels.Coverage()).add(kernels)
         assert findings == []
+        assert kernels or not interprets
         if not kernels:
             pytest.skip("interprets no TPU kernel")
 
@@ -132,6 +130,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     That is all but one in sixteen cases of each `sampled` test, whose first case always runs, what is `long`, and the
     promises of all cases of an operator but its first.
     """
+    if config.option.emulate in emulated_kernels.INTERPRETERS:
+        left = [item for item in items if item.name not in emulated_kernels.OF_SEVERAL_BLOCKS]
+        if len(items) - len(left) < len(emulated_kernels.OF_SEVERAL_BLOCKS):
+            raise pytest.UsageError("tests of several blocks are missing: name all files with emulated kernels")
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+        config.option.markexpr = ""  # whatever `make test` leaves out
+        return
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     first: dict[str, object] = {}
     for item in items:
@@ -141,7 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = bool(item.get_closest_marker("sampled")) and cases[test] % SAMPLE > 0
         if "promise" in item.fixturenames and (case := item.callspec.params.get("case")):
             left_out = case.implementation != "auto" or first.setdefault(case.operator, case) is not case
-        if left_out or (item.get_closest_marker("long") and not _is_for_a_chip(config)):
+        if left_out or (item.get_closest_marker("long") and not config.option.emulate):
             item.add_marker(pytest.mark.slow)
         cases[test] += 1
     if config.option.emulate:

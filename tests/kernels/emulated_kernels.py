@@ -3,8 +3,9 @@
 Each kernel that a test interprets is compiled for the chip instead, and executed as `lowering.emulate` does, with
 transfers in three orders and a NaN where nobody has written. A test fails if that shows anything.
 
-With `--emulate two-cores` it is interpreted: by two cores, copies as late as somebody waits for them, and blocks that
-may run in parallel in another order.
+With `--emulate at-once` or `two-cores`, tests whose kernels take several blocks are interpreted, with blocks that may
+run in parallel in another order: once with copies that happen at once, and once by two cores, with copies as late as
+somebody waits for them.
 """
 
 import collections
@@ -22,23 +23,48 @@ from jax.experimental.pallas import tpu as pltpu
 from lowering.emulation.emulator import Emulator
 from lowering.targets import named
 
-TWO_CORES = "two-cores"
-_OTHERWISE = {"dma_execution_mode": "on_wait", "random_seed": 2, "num_cores_or_threads": 2}
+INTERPRETERS = {
+    "at-once": {"dma_execution_mode": "eager", "random_seed": 1},
+    "two-cores": {"dma_execution_mode": "on_wait", "random_seed": 2, "num_cores_or_threads": 2},
+}
+OF_SEVERAL_BLOCKS = frozenset(
+    {
+        "test_softmax_kernels_agree_with_float64[tpu-channels-of-blocks]",
+        "test_batch_norm_kernels_agree_with_float64[tpu-channels-first]",
+        "test_batch_norm_kernels_on_tpu_agree_with_float64_whatever_vmem_keeps[rows-of-channels-none]",
+        "test_local_response_norm_kernels_agree_with_float64[tpu-channels-in-sublanes]",
+        "test_embedding_kernel_agrees_with_float64[tpu-(50, 128, 40)-float32]",
+        "test_embedding_kernel_agrees_with_float64[tpu-resident-(96, 256, 120)-float32]",
+        "test_ema_adam_kernel_takes_any_shape[tpu-(257, 129)]",
+        "test_dropout_kernels_draw_the_same_mask[tpu-(40, 768)-float32-0.25]",
+        "test_grid_sample_kernels_agree_with_float64[odd-columns-centres]",
+        "test_max_pool_value_kernel_agrees_with_float64[bands-of-rows-float32]",
+        "test_max_pool_value_kernel_agrees_with_float64[pixels-outside-float32]",
+        "test_max_pool_kernels_agree_with_float64[tpu-bands-with-gaps-and-rest]",
+        "test_max_pool_pairs_come_in_bands_of_rows",
+        "test_divisive_norm_kernels_agree_with_float64[columns-in-sublanes-zero-means]",
+        "test_linear_cross_entropy_tpu_kernels_agree_with_float64[all]",
+        "test_exponentials_and_their_sums_agree_with_float64",
+    }
+)
 _pallas_call = pl.pallas_call
 _emulators: list[Emulator] = []
-_interpreted: list[str] = []
+_of_interpreter: list[str] = []
 
 
 def install(chip: str) -> None:
     """Lets an emulated chip, or the interpreter with other options, take the place of the interpreter."""
-    pl.pallas_call = _interpreted_by_two_cores if chip == TWO_CORES else _emulated_by(chip)
+    pl.pallas_call = _interpreted(INTERPRETERS[chip]) if chip in INTERPRETERS else _emulated_by(chip)
 
 
-def _interpreted_by_two_cores(kernel: Any, *args: Any, interpret: Any = False, **params: Any) -> Any:
-    if isinstance(interpret, pltpu.InterpretParams):
-        interpret = dataclasses.replace(interpret, **_OTHERWISE)
-        _interpreted.append(params.get("name", "kernel"))
-    return _pallas_call(kernel, *args, interpret=interpret, **params)
+def _interpreted(options: dict[str, Any]) -> Any:
+    def pallas_call(kernel: Any, *args: Any, interpret: Any = False, **params: Any) -> Any:
+        if isinstance(interpret, pltpu.InterpretParams):
+            interpret = dataclasses.replace(interpret, **options)
+            _of_interpreter.append(params.get("name", "kernel"))
+        return _pallas_call(kernel, *args, interpret=interpret, **params)
+
+    return pallas_call
 
 
 def _emulated_by(chip: str) -> Any:
@@ -61,10 +87,10 @@ def _emulated_by(chip: str) -> Any:
 def take() -> tuple[list[Any], list[Any]]:
     """Returns the kernels that have run since the last time, and what was found."""
     jax.effects_barrier()
-    kernels = [kernel for emulator in _emulators for kernel in emulator.kernels()] + _interpreted
+    kernels = [kernel for emulator in _emulators for kernel in emulator.kernels()] + _of_interpreter
     findings = [finding for emulator in _emulators for finding in emulator.findings()]
     _emulators.clear()
-    _interpreted.clear()
+    _of_interpreter.clear()
     return kernels, findings
 
 
