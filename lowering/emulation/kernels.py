@@ -191,34 +191,27 @@ class _Call:
             array, array_type = self._arrays[position], self._kernel.operands[position]
             if found[1]:
                 return wrapped(int.from_bytes(np.asarray(array).reshape(-1)[:1].tobytes(), "little"))
-            return self._placed(("input", position), space, array_type, array)
+            return self._placed(("operand", position), space, array_type, array)
         number = int(found[4]) if found[4] else position - len(self._kernel.operands)
         if number in self._kernel.aliases:
             shared = self._kernel.aliases[number]
-            address = self._placed(("input", shared), space, self._kernel.operands[shared], self._arrays[shared])
-            self._places["output", number] = space, address
+            address = self._placed(("operand", shared), space, self._kernel.operands[shared], self._arrays[shared])
+            self._places["result", number] = space, address
             return address
-        return self._placed(("output", number), space, self._kernel.results[number], None)
+        return self._placed(("result", number), space, self._kernel.results[number], None)
 
     def _placed(self, key: tuple[str, int], space: str, array_type: str, array: np.ndarray | None) -> int:
         if key in self._places:
             return self._places[key][1]
-        address = placed(
-            self.memory,
-            f"{'operand' if key[0] == 'input' else 'result'} {key[1]}",
-            space,
-            array_type,
-            array,
-            self._poison,
-        )
+        address = placed(self.memory, f"{key[0]} {key[1]}", space, array_type, array, self._poison)
         self._places[key] = space, address
         return address
 
     def result(self, number: int, like: Any) -> np.ndarray:
         """Reads a result."""
-        if ("output", number) not in self._places:
+        if ("result", number) not in self._places:
             return np.full(like.shape, np.array(self._poison, np.uint32).view(np.int32), like.dtype)
-        return read_back(self.memory, *self._places["output", number], self._kernel.results[number], like)
+        return read_back(self.memory, *self._places["result", number], self._kernel.results[number], like)
 
 
 def unsettled(kernel: Kernel, numbers: Sequence[int]) -> list[str]:

@@ -56,7 +56,7 @@ def only_bfloat16(x: Any) -> Any:
 
 
 def on_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of two packed bfloat16 values a word, which rounds what one of float32 gives for each."""
+    """Returns a function of words of two bfloat16 values, from one of float32. Each result is rounded."""
 
     def packed(*operands: Any) -> Any:
         low, high = function(*(x << np.uint32(16) for x in operands)), function(*(x & _HIGH for x in operands))
@@ -315,12 +315,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vpack.c.e5m2": _packed_to_8_bits(np.dtype(jnp.float8_e5m2)),
     "vpack.c.bf16.s8": _packed_to_8_bits(np.int8),
     "vpack.c.b4": _packed(4),
-    **{f"vcvt.f32.{name}": _to_8_bits(dtype) for name, dtype in FLOATS_OF_8_BITS.items()},
+    **{f"vcvt.f32.{name}": _to_8_bits(FLOATS_OF_8_BITS[name]) for name in ("f8e4m3b11", "f8e5m2")},
     **{
-        f"vunpack.c.{part}.{name}": _unpacked_float(dtype, wider, number)
-        for name, dtype in FLOATS_OF_8_BITS.items()
-        for wider, parts in ((32, "0123"), (16, "lh"))
-        for number, part in enumerate(parts)
+        f"vunpack.c.{part}.{name}": _unpacked_float(FLOATS_OF_8_BITS[name], 32, number)
+        for name in ("f8e4m3b11", "f8e4m3fn", "bf8")
+        for number, part in enumerate("0123")
+    },
+    **{
+        f"vunpack.c.{part}.{name}": _unpacked_float(FLOATS_OF_8_BITS[name], 16, number)
+        for name in ("f8e4m3fn", "bf8")
+        for number, part in enumerate("lh")
     },
     # Movements along sublanes.
     "vrot.slane": _rotated,

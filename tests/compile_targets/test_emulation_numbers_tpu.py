@@ -52,9 +52,10 @@ def masked(x, mask, out, inverted, is_any):
     is_any[...] = jnp.any(x[...] > 2.5, axis=1, keepdims=True)
 
 
-def largest_of_absolute(x, wide, narrow):
+def largest_of_absolute(x, wide, narrow, least):
     wide[...] = jnp.max(jnp.abs(x[...]), axis=0, keepdims=True)
     narrow[...] = jnp.max(jnp.abs(x[...].astype(jnp.bfloat16)), axis=1, keepdims=True)
+    least[...] = jnp.min(x[...].astype(jnp.bfloat16), axis=1, keepdims=True)
 
 
 def quantized(x, out, scale):
@@ -123,11 +124,15 @@ def cases():
         [FLOATS, mask],
         [np.where(mask, FLOATS, 0), ~mask, (FLOATS > 2.5).any(1, keepdims=True)],
     )
-    of_bfloat16 = np.abs(FLOATS.astype(jnp.bfloat16).astype(np.float32))
+    of_bfloat16 = FLOATS.astype(jnp.bfloat16).astype(np.float32)
     found["absolute values"] = (
         largest_of_absolute,
         [FLOATS],
-        [np.abs(FLOATS).max(0, keepdims=True), of_bfloat16.max(1, keepdims=True).astype(jnp.bfloat16)],
+        [
+            np.abs(FLOATS).max(0, keepdims=True),
+            np.abs(of_bfloat16).max(1, keepdims=True).astype(jnp.bfloat16),
+            of_bfloat16.min(1, keepdims=True).astype(jnp.bfloat16),
+        ],
     )
     found["rounding away from 0"] = (
         rounded_away,

@@ -50,7 +50,11 @@ def _after(values: Iterable[Value]) -> set[Value]:
 def _pick(level: Level, head: Node, exp: Node, log: Node, classes: Any) -> Node | None:
     """Finds what picks a class in each row, by labels that do not come from the logits themselves."""
     key = key_of(head.equation, head.inputs)
-    alike = (node for node in level.named(head.name) if key_of(node.equation, node.inputs) == key)
+    alike = (
+        node
+        for node in level.named(head.name)
+        if node is head or (key is not None and key_of(node.equation, node.inputs) == key)
+    )
     of_logits = forward((x for node in alike for x in node.outputs), lambda *_: True)
     logits = _after(head.outputs) | _after(log.outputs)
     reached = logits | _after(exp.outputs)
