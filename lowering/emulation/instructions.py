@@ -11,16 +11,17 @@ import numpy as np
 from lowering.emulation.memory import Memory, Transfers
 from lowering.emulation.registers import Get, Registers
 from lowering.emulation.units import Units, next_of
-from lowering.tpu_core import vector_unit
+from lowering.tpu_core import packing, vector_unit
 from lowering.tpu_core.bundles import Bundle, Instruction, Predicate
 from lowering.tpu_core.dumps import place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
+from lowering.tpu_core.opcode_names import known_name
 from lowering.tpu_core.operands import bits_of, labelled
 from lowering.tpu_core.scalar_memory import wrapped
 from lowering.tpu_core.scalar_unit import divided, function_of
 from lowering.tpu_core.transfers import pointers_in, transfer_of
 from lowering.tpu_core.unknown import Unknown
-from lowering.tpu_core.vector_unit import LANES, SUBLANES
+from lowering.tpu_core.vectors import LANE, LANES, SUBLANE, SUBLANES, whole
 
 Call = Callable[[Instruction], Callable[[], None]]
 NOT_WRITTEN, RENAMED_ONLY = object(), object()  # what a predicate may leave in place of a result
@@ -32,37 +33,6 @@ _NOTHING = frozenset(
         *("vsetiar.raw.iar0", "vsetiar.raw.iar1"),  # no load or store that uses these index registers is known
     }
 )
-# Names that later versions of libtpu give, to those that earlier ones gave.
-_RENAMED = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^vexp2\.", "vpow2."),
-        (r"^vpow\.bf16", "vpow2.bf16"),
-        (r"^vclamps-f32", "vclamps.f32"),
-        (r"^vlaneseq\.b32", "vlaneseq"),
-        (r"^(vpack\.[ci])\.f32\.bf16", r"\1.bf16"),
-        (r"^vpack\.([ci])\.b16\.b8", r"vpack.\1.b8"),
-        (r"^vpack\.([ci])\.b32\.b16", r"vpack.\1.b16"),
-        (r"^(vunpack\.[ci])\.u\.", r"\1.h."),
-        (r"^(vunpack\..*)\.bf16\.f32", r"\1.bf16"),
-        (r"^(vunpack\..*)\.s8\.s32", r"\1.s8"),
-        (r"^(vunpack\..*)\.s4\.s8", r"\1.s4"),
-        (r"^(vunpack\..*)\.b16\.b32", r"\1.b16"),
-        (r"^vperm\.lane\.", "vperm."),
-        (r"^vnez$", "vnez.u8"),
-        (r"^(vunpack\..*|vcvt\.f32)\.if8(\.f32)?$", r"\1.f8e4m3b11"),
-        (r"^(vunpack\..*)\.e4m3\.(f32|bf16)$", r"\1.f8e4m3fn"),
-        (r"^(vunpack\..*)\.e5m2\.(f32|bf16)$", r"\1.bf8"),
-        (r"^vcvt\.f32\.e5m2$", "vcvt.f32.f8e5m2"),
-        (r"^vpack\.c\.bf16\.e4m3$", "vpack.c.e4m3fn"),
-        (r"^vpack\.c\.bf16\.e5m2$", "vpack.c.e5m2"),
-        (r"^vpack\.c\.b8\.b4$", "vpack.c.b4"),
-        # XLA's fusions say of the same operations less, or which numbers result.
-        (r"^(vunpack\.[ci]\.[lh]\.s16)$", r"\1.s32"),
-        (r"^vshra\.s32\.s(8|16)", "vshra.s32"),
-        (r"^vand\.u32\.u8", "vand.u32"),
-    )
-]
 _LOADS = ("vld", "vld.bf16", "vld.sshfl")
 # Why the compiler's check of a transfer halts: the register of one end, both memories, and that end's; and the line.
 _BOUNDS = re.compile(r"^BoundsCheck \d+ deref of (s\d+) for .*?\bdma\.(\w+?)_to_(\w+).*?\b(\w+) \1\b")
@@ -132,9 +102,7 @@ class Translator:
         Raises:
           UnknownFormError: if its meaning is not settled.
         """
-        opcode = instruction.opcode
-        for pattern, name in _RENAMED:
-            opcode = pattern.sub(name, opcode)
+        opcode = known_name(instruction.opcode)
         if (target := instruction.target) is not None:
             return Slot(effect=self._where(instruction.predicate, lambda: self._jump(target)))
         if opcode.startswith(_RENAMES):
@@ -228,9 +196,9 @@ class Translator:
     def _computed(self, function: Callable[..., Any], instruction: Instruction) -> Get:
         if len(instruction.operands) == 2:
             a, b = self.registers.vectors(instruction, 2)
-            return lambda: vector_unit.whole(function(a(), b()))
+            return lambda: whole(function(a(), b()))
         (operand,) = self.registers.vectors(instruction, 1)
-        return lambda: vector_unit.whole(function(operand()))
+        return lambda: whole(function(operand()))
 
     def _scalar(self, opcode: str, instruction: Instruction) -> Get | None:
         labels = ("predicate", "on_true", "on_false") if opcode == "scalar_select" else [""] * len(instruction.operands)
@@ -373,7 +341,7 @@ def _divide(core: Translator, opcode: str, instruction: Instruction) -> Callable
 
 def _push_scalar(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
     (vector,) = core.registers.vectors(instruction, 1)
-    return lambda: core._to_scalars.append(int(vector_unit.whole(vector())[0, 0].view(np.int32)))
+    return lambda: core._to_scalars.append(int(whole(vector())[0, 0].view(np.int32)))
 
 
 def _load_scalar(core: Translator, _: str, instruction: Instruction) -> Get:
@@ -412,7 +380,7 @@ def _bytes(_: Translator, opcode: str, instruction: Instruction) -> Get:
 
 def _positions(_: Translator, __: str, instruction: Instruction) -> Get:
     labelled(instruction)
-    return _constant((vector_unit.LANE + np.uint32(LANES) * vector_unit.SUBLANE).astype(np.uint32))
+    return _constant((LANE + np.uint32(LANES) * SUBLANE).astype(np.uint32))
 
 
 def _constant_mask(_: Translator, __: str, instruction: Instruction) -> Get:
@@ -437,16 +405,16 @@ def _clamp(core: Translator, opcode: str, instruction: Instruction) -> Get:
     if not all(re.fullmatch(r"-?\d+", limit.strip()) for limit in limits):
         raise UnknownFormError(f"{opcode} to {' and '.join(limits)}")
     vector, (least, most) = core.registers.vector(operand), map(np.float32, limits)
-    return lambda: np.clip(vector_unit.whole(vector()).view(np.float32), least, most).view(np.uint32)
+    return lambda: np.clip(whole(vector()).view(np.float32), least, most).view(np.uint32)
 
 
 def _pack_floats(core: Translator, opcode: str, instruction: Instruction) -> Get:
     first, second, descriptor = labelled(instruction, "vx", "vy", "cvtdesc")
-    dtype = vector_unit.DESCRIBED.get(descriptor)
+    dtype = packing.DESCRIBED.get(descriptor)
     if dtype is None:
         raise UnknownFormError(f"{opcode} with {descriptor}")
     a, b = core.registers.vector(first), core.registers.vector(second)
-    return lambda: vector_unit.packed_float32(dtype, a(), b())
+    return lambda: packing.packed_float32(dtype, a(), b())
 
 
 def _compare(core: Translator, opcode: str, instruction: Instruction) -> Get:

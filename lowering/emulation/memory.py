@@ -15,7 +15,8 @@ from lowering.emulation.in_flight import End, InFlight, Start
 from lowering.emulation.registers import Address
 from lowering.tpu_core.faults import MachineFaultError
 from lowering.tpu_core.scalar_memory import GRANULE_BYTES, wrapped
-from lowering.tpu_core.vector_unit import LANES, SUBLANES, selected, whole
+from lowering.tpu_core.vector_unit import selected
+from lowering.tpu_core.vectors import LANES, SUBLANES, whole
 
 ROW_BYTES = 4 * LANES
 _WORDS_OF_GRANULE = GRANULE_BYTES // 4

@@ -30,7 +30,7 @@ from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles, value_o
 from lowering.tpu_core.dumps import KERNEL, TOP_LEVEL, Dumps, place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.layouts import places_of
-from lowering.tpu_core.vector_unit import LANES
+from lowering.tpu_core.vectors import LANES
 
 PROGRAM = "program"
 _OFFSET = re.compile(r"= sld \[smem:\[#(allocation\d+)\]\] /\* (hbm offset) \*/")

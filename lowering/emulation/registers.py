@@ -10,7 +10,7 @@ from lowering.tpu_core.bundles import Instruction, value_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.operands import Register, Symbol, Term, bits_of, labelled, terms_of
 from lowering.tpu_core.scalar_memory import MASK
-from lowering.tpu_core.vector_unit import SUBLANES
+from lowering.tpu_core.vectors import SUBLANES
 
 # Scalars are integers of 32 bits with a sign, predicates are booleans. Vectors are arrays (8, 128) of uint32, masks of
 # booleans, or of uint32 where they choose bits. Arrays are never changed: what computes a vector makes a new one.

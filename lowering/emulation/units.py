@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from lowering.emulation.registers import Get, Registers
-from lowering.tpu_core import cross_lane_unit, matrix_unit, vector_unit
+from lowering.tpu_core import cross_lane_unit, matrix_unit, packing, vector_unit
 from lowering.tpu_core.bundles import Instruction
 from lowering.tpu_core.cross_lane_unit import CrossLaneUnit
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.matrix_unit import MatrixUnit
 from lowering.tpu_core.operands import bits_of, labelled
-from lowering.tpu_core.vector_unit import LANES
+from lowering.tpu_core.vectors import LANES, whole
 
 Effect = Callable[[], None]
 _ACCUMULATION = re.compile(r"vmaxabs(\.init)?\.(f32|bf16)\.(vacc\d+)")  # since v7x
@@ -67,7 +67,7 @@ class Units:
         largest, magnitude = vector_unit.FUNCTIONS[f"vmax.{dtype}"], _MAGNITUDE[dtype]
 
         def accumulate() -> None:
-            values = [vector_unit.whole(operand()) & magnitude for operand in operands]
+            values = [whole(operand()) & magnitude for operand in operands]
             held[name] = functools.reduce(largest, values if first else [self._accumulated(name), *values])
 
         return accumulate
@@ -129,7 +129,7 @@ class Units:
 
         unit = self._matrix[take(*(token for token in tokens if token.startswith("mxu")))]
         dtype = take(*matrix_unit.TYPES) or "f32"
-        if dtype in vector_unit.FLOATS_OF_8_BITS:
+        if dtype in packing.FLOATS_OF_8_BITS:
             take("bf16")  # as which they are multiplied
         is_latched, count = bool(take("lsf", "lmr")) or name == "vllmr", take(*filter(str.isdigit, tokens))
         vector: Get

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from lowering.tpu_core.faults import MachineFaultError
-from lowering.tpu_core.vector_unit import LANE, LANES, SUBLANES, on_bfloat16, rows_of_words, whole, words_of_rows
+from lowering.tpu_core.vector_unit import on_bfloat16
+from lowering.tpu_core.vectors import LANE, LANES, SUBLANES, rows_of_words, whole, words_of_rows
 
 
 def _reduced(function: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
-from lowering.tpu_core.vector_unit import (
-    FLOATS_OF_8_BITS,
-    LANES,
-    SUBLANES,
-    from_8_bits,
-    rounded_to_bfloat16,
-    rows_of_words,
-    selected,
-    whole,
-)
+from lowering.tpu_core.packing import FLOATS_OF_8_BITS, from_8_bits
+from lowering.tpu_core.vector_unit import selected
+from lowering.tpu_core.vectors import LANES, SUBLANES, rounded_to_bfloat16, rows_of_words, whole
 
 _BITS = {"f32": 32, "bf16": 16, "s8": 8, "u8": 8, **dict.fromkeys(FLOATS_OF_8_BITS, 8)}
 TYPES = frozenset(_BITS)

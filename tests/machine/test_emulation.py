@@ -12,7 +12,7 @@ from lowering.emulation.kernels import array_of, words_of
 from lowering.emulation.machine import Machine
 from lowering.emulation.memory import Memory, Transfers
 from lowering.source_lines import users_file_line
-from lowering.tpu_core import cross_lane_unit, vector_unit
+from lowering.tpu_core import cross_lane_unit, vector_unit, vectors
 from lowering.tpu_core.bundles import read_bundles
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from lowering.tpu_core.layouts import places_of
@@ -248,7 +248,7 @@ def test_bytes_that_are_not_zero_select_bytes():
 def test_bfloat16_is_rounded_to_the_nearest_even_and_keeps_what_is_not_finite():
     # The high halves: all exponents, infinities and NaN. The low halves: below, at and above the middle between two.
     x = (np.arange(0, 2**16, 7, dtype=np.uint32)[:, None] << 16) | np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    found = vector_unit.rounded_to_bfloat16(x)
+    found = vectors.rounded_to_bfloat16(x)
     with np.errstate(invalid="ignore"):
         truth = x.view(np.float32).astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found.view(np.float32), truth, strict=True)
