@@ -86,7 +86,7 @@ class Meeting:
         does = {True: "writes", False: "reads"}
         who = f"the earlier one {does[self.first_writes]} and the later one {does[self.second_writes]}"
         who = "both write" if self.first_writes and self.second_writes else who
-        where = self.name if self.name.startswith(("input ", "output ")) else self.space
+        where = self.name if self.name.startswith(("operand ", "result ")) else self.space
         another = "starts another" if self.first == self.second else f"bundle {second} starts another"
         return (
             f"bundle {first} starts a transfer, and before the wait for it {another}: {who} the same "

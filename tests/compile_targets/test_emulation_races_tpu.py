@@ -132,12 +132,12 @@ def of_the_pipeline(x, distance):
 
 READS_THEN_WRITES = "the earlier one reads and the later one writes"
 CASES = {
-    "two stores": (of_two_stores, 32, 64, "both write the same 32,768 bytes of output 0"),
-    "strided stores": (of_columns, 0, 128, "both write the same 32,768 bytes of output 0"),
+    "two stores": (of_two_stores, 32, 64, "both write the same 32,768 bytes of result 0"),
+    "strided stores": (of_columns, 0, 128, "both write the same 32,768 bytes of result 0"),
     "two loads": (of_two_loads, 32, 64, "both write the same 32,768 bytes of vmem"),
-    "a load and a store": (of_a_load_and_a_store, 0, 64, f"{READS_THEN_WRITES} the same 65,536 bytes of input 0"),
+    "a load and a store": (of_a_load_and_a_store, 0, 64, f"{READS_THEN_WRITES} the same 65,536 bytes of operand 0"),
     "in place": (in_place, 0, 1, f"{READS_THEN_WRITES} the same 65,536 bytes of vmem"),
-    "the pipeline": (of_the_pipeline, 1, 0, f"{READS_THEN_WRITES} the same 65,536 bytes of input 0"),
+    "the pipeline": (of_the_pipeline, 1, 0, f"{READS_THEN_WRITES} the same 65,536 bytes of operand 0"),
 }
 
 
