@@ -16,6 +16,7 @@ _HERE = os.path.dirname(__file__)
 _JAX = os.path.dirname(jax.__file__)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/](\w+)")
+UNKNOWN_LINE = "an unknown line"
 _MADE_UP = re.compile(r"^<frozen |^<@beartype")
 
 _operator_folders: set[str] = set()
@@ -70,7 +71,7 @@ class Site:
         outermost = [frame for frame in installed if packages[frame] == packages[installed[-1]]]
         for frame in (*users, *outermost):
             return _place(frame.file_name, frame.line_num, frame.function_name)
-        return "an unknown line"
+        return UNKNOWN_LINE
 
     @property
     def is_ours(self) -> bool:

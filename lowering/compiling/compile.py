@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -299,7 +300,8 @@ def _compiled(
             unknown = [line for line in lines if "unknown command line flag" in line.lower()]
             if unknown:
                 raise CompileError(f"{compiler} does not take a flag: {unknown[0]}") from None
-            raise CompileError(f"{compiler} dies of {exported.fun_name}: {_screen(lines[-_SCREEN:])}") from None
+            said = list(itertools.takewhile(lambda line: "stack trace" not in line, lines)) or lines
+            raise CompileError(f"{compiler} dies of {exported.fun_name}: {_screen(said[-_SCREEN:])}") from None
         refusal = folder / "error"
         if refusal.exists():
             lines = refusal.read_text().strip().splitlines()

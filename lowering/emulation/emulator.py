@@ -4,6 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,7 @@ from lowering.emulation.report import EmulatedKernel, Finding
 from lowering.operators import operator_of
 from lowering.register import on_one_device
 from lowering.rewriting.graph import equations
-from lowering.source_lines import Site
+from lowering.source_lines import UNKNOWN_LINE, Site
 from lowering.targets import abstract_device, compiled_for
 from lowering.tpu_core.dumps import KERNEL, Dumps, place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
@@ -180,6 +182,13 @@ class Emulator:
 
     def called(self, equation: Any, place: Place, *arrays: Any) -> Sequence[Any]:
         """Computes the results of a kernel's call."""
+        if not equation.outvars:
+            self.passed_over[f"a pallas_call on {place.line} returns nothing"] = None
+            return []
+        for number, x in enumerate(equation.outvars):
+            if jax.numpy.issubdtype(x.aval.dtype, jax.dtypes.extended):
+                what = f"result {number} is of {x.aval.dtype}, and no memory of numbers"
+                raise EmulationError(f"a pallas_call on {place.line}: {what}")
         like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.outvars]
         called = self._compiled(equation, place)
         execute_call = functools.partial(self.executed, called, like)
@@ -191,14 +200,14 @@ class Emulator:
         types = tuple((x.aval.shape, str(x.aval.dtype)) for x in equation.invars)
         key = types, str(equation.params)
         if key not in self._called:
-            source = place.site.line if place.site is not None else ""
-            call = _function_of(equation, place)
+            line, function = _line_and_function(equation, place)
+            call = _function_of(equation, function)
             avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
             with schedules_of(jax.jit(call), avals, self._hardware) as folder:
                 dumps = Dumps(folder)
                 (name,) = (name for name, one in dumps.instructions.items() if one.opcode == KERNEL)
                 kernel = Kernel.of(dumps, name, self._hardware.name)
-            self._called[key] = _Called(kernel, source, np.zeros(len(kernel.bundles), np.int64))
+            self._called[key] = _Called(kernel, line, np.zeros(len(kernel.bundles), np.int64))
         return self._called[key]
 
     def executed(self, called: _Called, like: Sequence[Any], *arrays: Any) -> tuple[np.ndarray, ...]:
@@ -214,12 +223,8 @@ class Emulator:
                 eup_error=self._eup_error,
                 poison=self._poison,
             )
-        except (UnknownFormError, MachineFaultError) as error:
-            is_unknown = isinstance(error, UnknownFormError)
-            why = f"{error}, whose meaning nobody has settled" if is_unknown else str(error)
-            stopped = EmulationError if is_unknown else KernelFaultError
-            message = f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {why}"
-            self.error = self.error or stopped(message)
+        except (UnknownFormError, MachineFaultError, MemoryError) as error:
+            self.error = self.error or self._stop(called, error, operands, like)
             if not self._defers:
                 raise self.error from None
             return tuple(np.zeros(x.shape, x.dtype) for x in like)
@@ -236,6 +241,17 @@ class Emulator:
         called.issues += np.asarray(first.issues)
         called.transfers = called.transfers or len(first.starts)
         return first.results
+
+    def _stop(self, called: _Called, error: Exception, operands: Sequence[Any], like: Sequence[Any]) -> EmulationError:
+        """Says of which kernel an execution stops, and why."""
+        why = str(error)
+        if isinstance(error, UnknownFormError):
+            why += ", whose meaning nobody has settled"
+        elif isinstance(error, MemoryError):
+            size = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *like))
+            why = f"this machine's memory does not hold {size / 1e9:.1f} GB of operands and results several times"
+        kind = KernelFaultError if isinstance(error, MachineFaultError) else EmulationError
+        return kind(f"{called.kernel.name} ({called.source}) on {self._hardware.name}: {why}")
 
     def _transfers_found(
         self, called: _Called, operands: Sequence[Any], like: Sequence[Any], first: Execution
@@ -282,8 +298,17 @@ def later(meeting: Meeting) -> dict[str, Any]:
 def depending(results: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> str:
     """Says which results differ in any bit, as the beginning of a sentence; "" if none does."""
     pairs = zip(results, others, strict=True)
-    found = [f"result {number}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
+    found = [
+        f"result {number}{_first_difference(a, b)}" for number, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()
+    ]
     return f"{' and '.join(found)} depend{'s' if len(found) == 1 else ''}" if found else ""
+
+
+def _first_difference(a: np.ndarray, b: np.ndarray) -> str:
+    """Says of arrays that differ where they do so first; "" for those of one element."""
+    bits = np.dtype(f"V{a.itemsize}")
+    differ = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
+    return f" (from element {tuple(map(int, np.argwhere(differ)[0]))} on)" if a.size > 1 else ""
 
 
 def of_fault(error: MachineFaultError) -> str:
@@ -291,7 +316,15 @@ def of_fault(error: MachineFaultError) -> str:
     return f"a fault ({error}) depends"
 
 
-def _function_of(equation: Any, place: Place) -> Callable[..., Any]:
+def _line_and_function(equation: Any, place: Place) -> tuple[str, str]:
+    """Returns where a kernel is called and the function around that; the kernel's own where it is called bare."""
+    kernel, _, line = str(equation.params["jaxpr"].debug_info.func_src_info).partition(" at ")
+    if place.line != UNKNOWN_LINE:
+        return place.line, place.function
+    return f"{os.path.basename(line)} ({kernel})", kernel
+
+
+def _function_of(equation: Any, function: str) -> Callable[..., Any]:
     """Returns a function of a kernel's operands, by whose name XLA calls it as in a program: by the innermost scope."""
 
     def call(*arrays: Any) -> Any:
@@ -299,7 +332,7 @@ def _function_of(equation: Any, place: Place) -> Callable[..., Any]:
         return primitive.bind(*arrays, **primitive.get_bind_params(equation.params))
 
     _, _, scope = str(equation.source_info.name_stack).rpartition("/")
-    called = re.sub(r"\W", "_", _TRANSFORMS.sub("", scope) or place.function)
+    called = re.sub(r"\W", "_", _TRANSFORMS.sub("", scope) or function)
     call.__name__ = call.__qualname__ = called if called.isidentifier() else "kernel"
     return call
 

@@ -18,6 +18,11 @@ class Place(NamedTuple):
     site: Site | None = None
     function: str = ""
 
+    @property
+    def line(self) -> str:
+        """The line in words; "" where none is known."""
+        return self.site.line if self.site is not None else ""
+
 
 # Computes the results of an equation from where it is, and its operands.
 Replacement = Callable[..., Sequence[Any]]

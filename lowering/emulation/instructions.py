@@ -34,8 +34,10 @@ _NOTHING = frozenset(
     }
 )
 _LOADS = ("vld", "vld.bf16", "vld.sshfl")
-# Why the compiler's check of a transfer halts: the register of one end, both memories, and that end's; and the line.
+# Why the compiler's check of a transfer halts: the address of one end by its name, both memories, and that end's; or
+# which end it is, by number. And the line.
 _BOUNDS = re.compile(r"^BoundsCheck \d+ deref of (s\d+) for .*?\bdma\.(\w+?)_to_(\w+).*?\b(\w+) \1\b")
+_BOUNDS_OF_END = re.compile(r"^BoundsCheck \d+ deref of opnd ([01]) for dma\.(\w+?)_to_(\w+)")
 _LINE = re.compile(r"([\w.-]+\.py) :(\d+)")
 _STORED = re.compile(r"(?:vm=(%\w+),\s*)?vst_source=(\S+)")
 
@@ -312,19 +314,30 @@ def _read_semaphore(core: Translator, _: str, instruction: Instruction) -> Calla
 
 def _halt(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:
     reason = instruction.operands[0].removeprefix("reason=") if instruction.operands else "it gives no reason"
-    bounds = _BOUNDS.search(reason)
-    if bounds is not None:
-        source, destination, end = bounds.groups()[1:]
-        line, does = _LINE.search(reason), "reads" if end == source else "writes"
-        route = f"a transfer from {source} to {destination}{f' ({line[1]}:{line[2]})' if line else ''}"
-        reason = f"{route} {does} beyond its operand in {end}"
 
     def halt() -> None:
         left = core.not_awaited() if reason.startswith("Semaphore") else ""
-        why = f"{reason.rstrip('.')}{left}" if left else reason
+        why = f"{reason.rstrip('.')}{left}" if left else _beyond(core, reason) or reason
         raise MachineFaultError(f"a check that the compiler has put in fails: {why}")
 
     return halt
+
+
+def _beyond(core: Translator, reason: str) -> str:
+    """Says which memory a transfer would have reached beyond; "" where the compiler halts for another reason."""
+    address = None
+    if bounds := _BOUNDS.search(reason):
+        name, source, destination, space = bounds.groups()
+        reads, address = space == source, core.registers.named(name)
+    elif bounds := _BOUNDS_OF_END.search(reason):
+        reads, source, destination = bounds[1] == "0", bounds[2], bounds[3]
+        space = source if reads else destination
+    else:
+        return ""
+    line = _LINE.search(reason)
+    route = f"a transfer from {source} to {destination}{f' ({line[1]}:{line[2]})' if line else ''}"
+    beyond = "" if address is None else core._memory.before(space, address)
+    return f"{route} {'reads' if reads else 'writes'} beyond {beyond or f'its operand in {space}'}"
 
 
 def _store_scalar(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:

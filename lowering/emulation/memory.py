@@ -201,6 +201,11 @@ class Memory:
             return ""
         return self._found(space, address // (_GRANULES_OF_ROW if space == "vmem" else 1))[0].name
 
+    def before(self, space: str, address: int) -> str:
+        """Returns the name of the allocation behind whose end a unit lies; "" where none is known."""
+        allocation = self._allocations[space].get(address // _APART[space])
+        return "" if allocation is None or address < allocation.first + allocation.units else allocation.name
+
     def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
         unit = _GRANULES_OF_ROW if space == "vmem" else 1
         allocation, first = self._found(space, address // unit)

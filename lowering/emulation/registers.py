@@ -106,6 +106,10 @@ class Registers:
 
         return get
 
+    def named(self, name: str) -> int | None:
+        """Returns the scalar that the compiler calls so; None where no register is known to hold it."""
+        return next((self.held[register] for register, names in self.names.items() if name in names), None)
+
     def scalar(self, text: str, space: str = "") -> Get:
         """Returns what reads a scalar: a register, a number, an address, or a sum or difference."""
         terms = [(sign, self._term(term, text)) for sign, term in terms_of(text, space)]

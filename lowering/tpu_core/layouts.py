@@ -38,7 +38,8 @@ def places_of(operand_type: str) -> tuple[int, tuple[int, ...], np.ndarray]:
     found = _TYPE.match(operand_type)
     assert found is not None
     shape, minor_to_major = _numbers(found[2]), _numbers(found[3])
-    places = np.arange(math.prod(shape)).reshape(shape or 1)
+    count = math.prod(shape)
+    places = np.arange(count, dtype=np.int32 if count < 1 << 31 else np.int64).reshape(shape or 1)
     places = places.transpose(minor_to_major[::-1]) if minor_to_major else places
     for tile in re.findall(r"\(([\d,]+)\)", found[4] or ""):
         places = _tiled(places, _numbers(tile))

@@ -150,7 +150,9 @@ def test_two_transfers_that_race_are_found(case, chip, rng):
     assert [said in one.what for one in found] == [True] * len(found)
     line = "" if case == "the pipeline" else r" \(test_emulation_races_tpu.py:\d+\)"
     starts = rf"bundle 0x\w+{line} starts a transfer, and before the wait for it bundle 0x\w+{line} starts another: "
-    assert re.fullmatch(rf"{starts}.*, and result 0 depends on which comes first", found[0].what)
+    assert re.fullmatch(
+        rf"{starts}.*, and result 0 \(from element \(\d+, \d+\) on\) depends on which comes first", found[0].what
+    )
     assert lowering.emulate(lambda x: fn(x, apart), x, target=chip).findings == ()
 
 

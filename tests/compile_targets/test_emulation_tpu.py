@@ -22,6 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 import jaxops
 import lowering
+from lowering.emulation.faults import EmulationError
 from lowering.emulation.interpreting import interpret
 from lowering.measuring.inputs import made_up
 from lowering.select import EMULATED
@@ -122,8 +123,8 @@ def test_a_store_that_may_still_read_is_found(chip):
     # By themselves, the stores are what differs.
     lines = (ROOT / "examples" / "double_buffered.py").read_text().splitlines()
     (start,) = [number for number, line in enumerate(lines, 1) if "store(chunk, slot).start()" in line]
-    used = " starts a transfer whose memory is used before the wait for it: result 0 depends on when that happens"
-    assert finding.what.endswith(f"(double_buffered.py:{start}){used}")
+    used = "starts a transfer whose memory is used before the wait for it: result 0 (from element (0, 0) on) depends"
+    assert finding.what.endswith(f"(double_buffered.py:{start}) {used} on when that happens")
     assert finding.source.startswith("double_buffered.py:")
 
 
@@ -171,7 +172,7 @@ def test_unwritten_memory_is_found(rng):
 
     emulation = lowering.emulate(partly, normal(rng, 8, 128), target="tpu-v5e")
     (finding,) = emulation.findings
-    assert "result 0 depends on memory that nothing has written" in finding.what
+    assert "result 0 (from element (8, 0) on) depends on memory that nothing has written" in finding.what
     assert "is the first to load it" in finding.what
     # What nobody reads is nobody's fault.
     assert lowering.emulate(lambda x: partly(x)[:8], normal(rng, 8, 128), target="tpu-v5e").findings == ()
@@ -257,7 +258,7 @@ def test_a_block_of_an_output_that_is_not_written_is_found(whole_program, chip, 
     written = functools.partial(in_blocks, body=but_one, at=lambda i: i, count=8)
     x = normal(rng, 128, 256)
     (finding,) = lowering.emulate(written, x, target=chip, whole_program=whole_program).findings
-    assert "result 0 depends on memory that nothing has written" in finding.what
+    assert "result 0 (from element (48, 0) on) depends on memory that nothing has written" in finding.what
     assert whole_program or finding.what.endswith(" is the first to send it")
     # What nobody reads is nobody's fault.
     assert lowering.emulate(lambda x: written(x)[:48], x, target=chip, whole_program=whole_program).findings == ()
@@ -318,6 +319,36 @@ def test_a_kernel_has_the_name_and_the_line_that_schedules_give_it(rng):
     (kernel,) = emulation.kernels
     assert kernel.name == "doubled.1"
     assert (kernel.name, kernel.source) in [(one.name, one.source) for one in report.schedule.kernels]
+
+
+def test_a_kernel_that_is_called_bare_has_its_own_name_and_line(rng):
+    def double(x, y):
+        y[...] = 2 * x[...]
+
+    x = normal(rng, 8, 128)
+    (kernel,) = lowering.emulate(pl.pallas_call(double, out_shape=x), x, target="tpu-v6e").kernels
+    assert (kernel.name, kernel.source) == (
+        "double.1",
+        f"{Path(__file__).name}:{double.__code__.co_firstlineno} (double)",
+    )
+
+
+def test_what_a_kernel_returns_must_be_numbers(rng):
+    semaphore = pl.BlockSpec(memory_space=pltpu.MemorySpace.SEMAPHORE)
+    options = {"out_shape": pltpu.SemaphoreType.DMA(()), "out_specs": semaphore}
+
+    def called(x, **options):
+        return pl.pallas_call(lambda *_: None, **options)(x)
+
+    x = normal(rng, 8, 128)
+    with pytest.raises(
+        EmulationError, match=r"^a pallas_call on .*\(called\): result 0 is of dma_sem, and no memory of"
+    ):
+        lowering.emulate(lambda x: called(x, **options), x, target="tpu-v5e")
+    emulation = lowering.emulate(lambda x: (called(x, out_shape=()), x), x, target="tpu-v5e")
+    np.testing.assert_array_equal(emulation.results[1], x)
+    assert emulation.kernels == ()
+    assert re.search(r"\(called\) returns nothing", str(emulation))
 
 
 def test_kernels_in_loops_and_derivatives_are_executed(rng):

@@ -553,6 +553,9 @@ FAULTS = {
         "%1 = shalt.err (%p0_p0), reason=BoundsCheck 0 deref of s22 for 26 dma.hbm_to_vmem thread: 0 hbm s22 "
         "size_in_granules 128 vmem s24 dst_syncflagno allocation3 loc( tmp model.py :5:56 to :65)"
     ): "fails: a transfer from hbm to vmem (model.py:5) reads beyond its operand in hbm",
+    (
+        "%1 = shalt.err (%p0_p0), reason=BoundsCheck 1 deref of opnd 1 for dma.vmem_to_hbm hlo: oob.1"
+    ): "fails: a transfer from vmem to hbm writes beyond its operand in hbm",
     "%1 = vmatmul.f32.gmra.mxu0 %v0_v0": "before weights are loaded",
     dma(300): "a transfer of 9,600 bytes that reaches beyond hbm",
 }
