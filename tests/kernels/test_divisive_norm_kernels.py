@@ -23,7 +23,7 @@ PIXELS_OUTSIDE, COLUMNS = 5, 4  # how often the axes of a view are cut
 CASES = {
     "pixels-outside": ((1, 8, 128, 1, 7, 9, 1), 5, PIXELS_OUTSIDE),
     "even-window": ((1, 128, 1, 5, 4, 24), 4, PIXELS_OUTSIDE),
-    "ragged-channels": ((1, 128, 1, 9, 9, 20), 3, PIXELS_OUTSIDE),
+    "ragged-channels": ((1, 128, 1, 5, 9, 20), 3, PIXELS_OUTSIDE),
     "columns-in-sublanes": ((5, 1, 9, 16, 128), 5, COLUMNS),
     "odd-columns-of-odd-channels": ((3, 1, 6, 11, 130), 3, COLUMNS),
     "images-in-sublanes": ((8, 1, 5, 8, 130), 4, COLUMNS),
@@ -45,13 +45,19 @@ def in_oracle(array):
     return np.moveaxis(array.reshape(-1, *array.shape[-3:]), -1, 1)
 
 
-def launched(x, means, grad, n, row_bytes=2**14, detect_races=False, **attributes):
-    """The results of both kernels, in order: y and the gradients of x and the means."""
-    params = {"window": (1, n, n), **STRONG, **attributes, "config": {"row_bytes": row_bytes}}
+@functools.cache
+def kernels(n, detect_races):
+    """Both kernels of windows of n pixels, compiled once for each shape."""
+    params = {"window": (1, n, n), **STRONG, "config": {"row_bytes": 2**14}}
     interpret = pltpu.InterpretParams(detect_races=detect_races)
-    forward = jax.jit(functools.partial(kernel.run, **params, interpret=interpret))
     backward = functools.partial(kernel.run_backward, means_grad=True, **params, interpret=interpret)
-    return *forward(Images(x, means)), *jax.jit(backward)(Images(x, means), grad)
+    return jax.jit(functools.partial(kernel.run, **params, interpret=interpret)), jax.jit(backward)
+
+
+def launched(x, means, grad, n, detect_races=False):
+    """The results of both kernels, in order: y and the gradients of x and the means."""
+    forward, backward = kernels(n, detect_races)
+    return *forward(Images(x, means)), *backward(Images(x, means), grad)
 
 
 @pytest.mark.sampled
@@ -64,7 +70,7 @@ def test_divisive_norm_kernels_agree_with_float64(shape, n, cuts, with_means, ca
     truth = oracle.within_channels(
         in_oracle(x), in_oracle(means if with_means else 0 * x), in_oracle(grad), n=n, **STRONG
     )
-    for actual, exact in zip(launched(x, means, grad, n, detect_races=True), truth, strict=True):
+    for actual, exact in zip(launched(x, means, grad, n, detect_races=with_means), truth, strict=True):
         assert (actual.shape, actual.dtype) == (x.shape, x.dtype)
         np.testing.assert_allclose(in_oracle(actual), exact, rtol=1e-5, atol=2e-6 * np.abs(exact).max())
     assert "RACE DETECTED" not in capfd.readouterr().out
