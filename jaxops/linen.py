@@ -52,7 +52,7 @@ class BatchNorm(nn.BatchNorm):
       axis: must be -1.
       axis_index_groups: must be None.
       use_fast_variance: has no effect, because the variance always takes a second pass over x, so that a large mean
-        costs no digits.
+        costs it no digits.
       force_float32_reductions: must be True.
 
     Raises:

@@ -50,7 +50,7 @@ class BatchNorm(flax_nnx.BatchNorm):
       rngs: the keys of the initializers.
       **options: Flax's others: `bias_metadata`, `scale_metadata` and `promote_dtype` work as there. `axis` must be -1
         and `axis_index_groups` None. `use_fast_variance` has no effect, because the variance always takes a second pass
-        over x, so that a large mean costs no digits.
+        over x, so that a large mean costs it no digits.
 
     Raises:
       NotSupportedError: for another axis, and for `axis_index_groups`.

@@ -204,6 +204,15 @@ def whole_along_first(x: jax.Array) -> jax.Array:
     return x if mesh is None else _resharded(x, mesh, PartitionSpec(None, *_full_spec(x)[1:]))
 
 
+def in_pieces_along_first(x: jax.Array, size: int) -> jax.Array:
+    """Returns `x` with its first axis gathered where a device does not have whole pieces of this size of it."""
+    mesh = explicit_mesh([x])
+    if mesh is None:
+        return x
+    parts = math.prod(mesh.shape[name] for name in names_of(_full_spec(x)[0]))
+    return x if x.shape[0] % (size * parts) == 0 else whole_along_first(x)
+
+
 def _full_spec(operand: Any) -> PartitionSpec:
     """Returns the spec of an operand, with an entry for every axis."""
     aval = jax.typeof(operand)

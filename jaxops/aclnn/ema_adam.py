@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.arguments import as_arrays, require, require_bool, require_integer, require_real
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, step_coefficients
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, Number, require_wide_decay, step_coefficients
 
 _NAME = "apply_fused_ema_adam"
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -49,7 +49,8 @@ def apply_fused_ema_adam(
       v: second moment; like `grad`.
       s: average of the parameters; like `grad`.
       step: the number of this step, from 1. Any integer dtype and shape; element 0 is read.
-      lr: learning rate. This and the other floating-point attributes may be 0-d arrays; their values are not checked.
+      lr: learning rate. This and the other floating-point attributes may be 0-d arrays, whose values are not checked.
+        Decays must be at least float32 then: in 16 bits a decay near 1 is 1.
       ema_decay: decay of the average.
       beta1: decay of the first moment.
       beta2: decay of the second moment.
@@ -94,6 +95,8 @@ def apply_fused_ema_adam(
         "weight_decay": weight_decay,
     }
     rule = "be a finite number or a 0-d array of one"
+    for name, decay in (("ema_decay", ema_decay), ("beta1", beta1), ("beta2", beta2)):
+        require_wide_decay(_NAME, name, decay)
     numbers = {name: require_real(_NAME, name, number, rule, traced=True) for name, number in numbers.items()}
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction, or_int=True)
     coefficients = step_coefficients(

@@ -43,11 +43,12 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
     Returns:
       The bytes of temporary device memory that the compiled call takes, and the executor. `executor(*args)` runs the
       call on tensors of the same shapes and dtypes, and returns what `operation` returns. Pass tensor attributes to the
-      executor by name; those that were planned with data may be left out.
+      executor by name; those that were planned with data may be left out. The executor is compiled, so nothing can
+      transform it: under `jax.jit`, call `operation` itself.
 
     Raises:
       BadParamError: whatever `operation` raises for these arguments, with its status; with status 161002 if `operation`
-        is not one of this layer's functions.
+        is not one of this layer's functions, and if the executor is given other tensors than were planned.
 
     Example:
       >>> x, target = (
@@ -75,8 +76,34 @@ def get_workspace_size(operation: Callable[..., Any], *args: Any, **attributes: 
     compiled = jax.jit(functools.partial(operation, **constants)).lower(*operands, **tensors).compile()
     planned = {name: value for name, value in tensors.items() if not isinstance(value, jax.ShapeDtypeStruct)}
     memory = compiled.memory_analysis()
-    workspace_bytes = 0 if memory is None else memory.temp_size_in_bytes
-    return workspace_bytes, lambda *run_args, **run_tensors: compiled(*run_args, **{**planned, **run_tensors})
+
+    def executor(*run_args: Any, **run_tensors: Any) -> Any:
+        given, expected = dict(zip(names, run_args, strict=False)), dict(zip(names, operands, strict=False))
+        require(len(run_args) <= len(operands), operation.__name__, "args", f"be {', '.join(expected)}", run_args)
+        require(run_tensors.keys() <= tensors.keys(), operation.__name__, "tensors", _named(tensors), list(run_tensors))
+        given |= planned | run_tensors
+        for name, like in (expected | tensors).items():
+            given[name] = _as_planned(operation.__name__, name, given.get(name), like)
+        return compiled(*(given[name] for name in expected), **{name: given[name] for name in tensors})
+
+    return 0 if memory is None else memory.temp_size_in_bytes, executor
+
+
+def _named(tensors: dict[str, Any]) -> str:
+    return f"be planned with the executor, as {', '.join(tensors)}" if tensors else "be none, as none was planned"
+
+
+def _as_planned(operator: str, argument: str, value: Any, planned: Any) -> Any:
+    """Returns an operand of the executor, which is compiled for one shape and dtype."""
+    if planned is None:
+        require(value is None, operator, argument, "be None, as it was planned", value)
+        return None
+    is_traced = isinstance(value, jax.core.Tracer)
+    require(not is_traced, operator, argument, "hold data: under jit, call the operator instead of its executor", value)
+    array = as_array(operator, argument, value)
+    rule = f"be {planned.dtype}{list(planned.shape)}, as it was planned"
+    require((array.shape, array.dtype) == (planned.shape, planned.dtype), operator, argument, rule, array)
+    return array
 
 
 def _planned(operator: str, argument: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, as_arrays, as_optional, require, require_axis_names, require_real
+from jaxops._primitive.results import exportable
 from jaxops._primitive.sharding import axis_or_vmap_rule, laid_out_as
 from jaxops.activation.modes import IDENTITY, Activation
 from jaxops.batch_norm.fused_activation import requested
@@ -24,6 +25,7 @@ from jaxops.batch_norm.statistics import check_like_images, masked_statistics, m
 BN_MIN_EPSILON = 0.0
 
 
+@exportable
 class BatchNormOutput(NamedTuple):
     """Results of training. Only `y` carries a gradient.
 
@@ -102,7 +104,8 @@ def batch_norm(
 
     Numerics:
       Everything is computed in float32 (float64 for float64 x) and rounded once at the end. The variance takes a second
-      pass over x, so a large mean costs no digits.
+      pass over x, so a large mean costs it no digits. The mean comes from a float32 sum, and may be off by some
+      of its last digits, and y by as much in standard deviations: a constant channel far from 0 need not give the bias.
 
       With one element per channel, the running variance takes the biased variance, 0. An empty batch, and a channel of
       which the mask counts nothing, leave the running statistics as they are.

@@ -24,8 +24,9 @@ from jaxops._checks.arguments import (
     require_tree,
 )
 from jaxops._checks.dtypes import accumulation_dtype
+from jaxops._primitive.results import exportable
 from jaxops.ema_adam.fused_apply import OnePass, require_shapes, rows_of
-from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, step_coefficients
+from jaxops.ema_adam.operator import APPLY_FUSED_EMA_ADAM, MODES, Number, require_wide_decay, step_coefficients
 from jaxops.embedding.embedding_row_gradients import RowGradients
 from lowering.describe import first_line
 from lowering.pytrees import flattening_fault
@@ -39,6 +40,7 @@ _FROM_OPTAX = "help(jaxops.ema_adam) shows how to continue from a state of `opta
 _MASK_RULE = "be a tree of bools, or a function of the parameters that returns one"
 
 
+@exportable
 class EmaParamsState(NamedTuple):
     """The exponential moving average of the parameters."""
 
@@ -393,9 +395,7 @@ def _checked_size(name: str, size: Any) -> Any:
 
 def _checked_decay(name: str, decay: Any, *, below_one: bool) -> Any:
     number = _checked_number(name, decay)
-    if hasattr(decay, "dtype"):
-        rule = "be at least float32: in 16 bits a decay near 1 is 1 (optax.inject_hyperparams has hyperparam_dtype)"
-        require(jnp.dtype(decay.dtype).itemsize >= 4, _NAME, name, rule, decay)
+    require_wide_decay(_NAME, name, decay, " (optax.inject_hyperparams has hyperparam_dtype)")
     if isinstance(number, float):
         below = 1.0 if below_one else None
         require_real(

@@ -36,6 +36,13 @@ class Coefficients(NamedTuple):
     weight_decay: Any
 
 
+def require_wide_decay(operator: str, argument: str, decay: Number, advice: str = "") -> None:
+    """Refuses a decay that is an array of 16 bits."""
+    if hasattr(decay, "dtype"):
+        rule = f"be at least float32: in 16 bits a decay near 1 is 1{advice}"
+        require(jnp.dtype(decay.dtype).itemsize >= 4, operator, argument, rule, decay)
+
+
 def step_coefficients(
     step: jax.typing.ArrayLike,
     dtype: Any,

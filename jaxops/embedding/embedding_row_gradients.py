@@ -11,12 +11,14 @@ from jaxops._checks.dtypes import ids_of_part, wide_ids
 from jaxops._primitive import sharding
 from jaxops._primitive.derivative import Arrays
 from jaxops._primitive.operator import Operator
+from jaxops._primitive.results import exportable
 from jaxops.embedding.operator import EMBEDDING, EMBEDDING_DENSE_BACKWARD, check_dense_backward
 
 _NAME = "embedding_row_gradients"
 NO_ROW = jnp.iinfo(jnp.int32).max
 
 
+@exportable
 class RowGradients(NamedTuple):
     """The rows of a table's gradient whose ids were looked up. The gradient of all other rows is zero.
 

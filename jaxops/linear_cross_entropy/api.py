@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import lowering
 from jaxops._checks import arguments
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
+from jaxops._primitive.results import exportable
 from jaxops.linear_cross_entropy import checks
 from jaxops.linear_cross_entropy.batch_invariant import invariant_losses
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, RowStatistics
@@ -22,6 +23,7 @@ _STRATEGIES = ("auto", "grad_in_forward", "recompute")
 _INVARIANT_STRATEGIES = ("auto", "recompute")
 
 
+@exportable
 class LinearCrossEntropyAux(NamedTuple):
     """Metrics of each row, without derivatives; every field has shape (...).
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxops._checks.dtypes import accumulation_dtype, wide_ids
 from jaxops._primitive.operator import Operator
+from jaxops._primitive.results import exportable
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
@@ -27,6 +28,7 @@ from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu
 
 
+@exportable
 class OnlineMaxSum(NamedTuple):
     """Statistics of each row over one part of the vocabulary.
 

@@ -21,7 +21,8 @@ class ActivationDescriptor:
     Attributes:
       mode: an `ActivationMode`.
       nan_propagation: a `NanPropagation`: whether RELU and CLIPPED_RELU turn NaN into NaN or 0.
-      coef: the ceiling of CLIPPED_RELU and the factor of ELU; other modes ignore it.
+      coef: the ceiling of CLIPPED_RELU and the factor of ELU; other modes ignore it. C has no default: with 0,
+        CLIPPED_RELU gives 0, and ELU is RELU.
       swish_beta: the beta of SWISH.
 
     Raises:
@@ -52,10 +53,10 @@ class LRNDescriptor:
     """The window and weights of local response normalization and divisive normalization.
 
     Attributes:
-      n: the extent of the window, LRN_MIN_N to LRN_MAX_N; an even window reaches one further ahead.
+      n: the extent of the window, 1 to 16; an even window reaches one further ahead.
       alpha: the factor of the mean square; any number.
-      beta: the power, at least LRN_MIN_BETA.
-      k: what is added to the mean square, at least LRN_MIN_K.
+      beta: the power, at least 0.01.
+      k: what is added to the mean square, at least 1e-5.
 
     Raises:
       BadParamError: if n is not an integer, another field is not a number, or a value is out of range.

@@ -1,9 +1,12 @@
-"""The documented enumerations. As an argument, a member, its name or its number will do."""
+"""The documented enumerations. As an argument, a member, its name, here or in C, or its number will do."""
 
 import enum
 from typing import TypeVar
 
-from jaxops._checks.mcdnn import require
+import numpy as np
+
+from jaxops._checks.arguments import BAD_PARAM, BadParamError
+from lowering.describe import one_of
 
 
 class ActivationMode(enum.IntEnum):
@@ -109,9 +112,17 @@ Enumeration = TypeVar("Enumeration", bound=enum.IntEnum)
 
 
 def member(operator: str, argument: str, enumeration: type[Enumeration], value: object) -> Enumeration:
-    """Returns the member that a name or number stands for; raises BadParamError if there is none."""
-    names, numbers = isinstance(value, str), type(value) in (int, enumeration)
-    named = [one for one in enumeration if (names and one.name == value) or (numbers and one == value)]
-    rule = f"be one of {', '.join(one.name for one in enumeration)}"
-    require(bool(named), operator, argument, rule, value)
-    return named[0]
+    """Returns the member that a name or number stands for; raises BadParamError if there is none.
+
+    C's names, such as "MCDNN_SOFTMAX_ACCURATE", end with the member's.
+    """
+    names = [one.name for one in enumeration]
+    if isinstance(value, str):
+        in_c = [name for name in names if value.startswith("MCDNN_") and value.endswith(f"_{name}")]
+        name = value if value in names else max(in_c, key=len, default="")
+    else:
+        is_number = type(value) in (int, enumeration) or isinstance(value, np.integer)
+        name = next((one.name for one in enumeration if is_number and one == value), "")
+    if not name:
+        raise BadParamError(f"{operator}: {argument} must be {one_of(names, value)}", BAD_PARAM)
+    return enumeration[name]

@@ -33,7 +33,8 @@ def to_words(reserve_space: jax.Array, elements: int) -> jax.Array:
 
 def packed(mask: jax.Array) -> jax.Array:
     """Packs a mask into uint8 reserve space; the bits after the last element are 0."""
-    bits = jnp.packbits(sharding.reshaped(mask, (mask.size,)), bitorder="little")
+    flat = sharding.in_pieces_along_first(sharding.reshaped(mask, (mask.size,)), 32)
+    bits = jnp.packbits(flat, bitorder="little")
     return jnp.pad(bits, (0, size_bytes(mask.size) - bits.size))
 
 

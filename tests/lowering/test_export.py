@@ -304,6 +304,22 @@ def test_call_refuses_integers_that_it_would_cut(number):
         lowering.export(jnp.square, 3, platforms="cpu").call(number)
 
 
+RESULTS = {
+    "BatchNormOutput": lambda x: jaxops.batch_norm(x, layout="NC"),
+    "RowGradients": lambda x: jaxops.embedding_row_gradients(x, jnp.arange(len(x)), num_weights=5),
+    "LinearCrossEntropyAux": lambda x: jaxops.linear_cross_entropy(x, x, jnp.arange(len(x)), return_aux=True)[1],
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_jax_stores_functions_that_return_results_of_this_library(name):
+    x = jnp.ones((2, 4))
+    stored = jax.export.export(jax.jit(RESULTS[name]))(x).serialize()
+    result = jax.export.deserialize(stored).call(x)
+    assert type(result).__name__ == name
+    jax.tree.map(np.testing.assert_array_equal, result, RESULTS[name](x))
+
+
 def test_artifact_is_compiled_once(caplog):
     artifact, x = lowering.export(jnp.sin, jnp.ones(3), platforms="cpu"), jnp.ones(3)
     with jax.log_compiles():

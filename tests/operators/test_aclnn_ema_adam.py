@@ -109,6 +109,11 @@ REFUSALS = [
     ({"lr": None}, 161002, "lr must be a finite number or a 0-d array of one; got None"),
     ({"eps": "a"}, 161002, "eps must be a finite number or a 0-d array of one; got 'a'"),
     ({"beta1": np.ones(1)}, 161002, "beta1 must be a finite number or a 0-d array of one; got float64[1]"),
+    (
+        {"beta2": jnp.bfloat16(0.999)},
+        161002,
+        "beta2 must be at least float32: in 16 bits a decay near 1 is 1; got bfloat16[]",
+    ),
     ({"bias_correction": "no"}, 161002, "bias_correction must be a bool; got 'no'"),
     ({"mode": [1]}, 161002, "mode must be 0 or 1; got [1]"),
     ({"mode": "l2"}, 161002, "mode must be 0 or 1; got 'l2'"),

@@ -85,3 +85,18 @@ def test_refusal_comes_with_the_plan(target, status, words, rng):
     with pytest.raises(BadParamError, match=f"nll_loss: {words}") as refusal:
         aclnn.get_workspace_size(aclnn.nll_loss, x, target, weight, reduction=1, ignore_index=-100)
     assert refusal.value.status == status
+
+
+def test_executor_refuses_what_was_not_planned(rng):
+    x, target, weight = make_nll(rng)
+    _, executor = aclnn.get_workspace_size(aclnn.nll_loss, x, target, weight, reduction=1, ignore_index=-100)
+    for call, words in (
+        (lambda: executor(x[:2], target, weight), "x must be float32[6, 5], as it was planned; got float32[2, 5]"),
+        (lambda: executor(x, target), "weight must be given; got None"),
+        (lambda: executor(x, target, weight, x=x, y=1), "tensors must be none, as none was planned; got ['x', 'y']"),
+        (lambda: executor(x, target, weight, 1), "args must be x, target, weight; got"),
+        (lambda: jax.jit(executor)(x, target, weight), "x must hold data: under jit, call the operator instead of its"),
+    ):
+        with pytest.raises(BadParamError) as refusal:
+            call()
+        assert str(refusal.value).startswith(f"nll_loss: {words}")

@@ -195,6 +195,21 @@ def test_reserve_space_holds_a_bit_for_each_element_and_is_what_backward_reads(r
     np.testing.assert_array_equal(all_pass[1], dy)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (8, 2, 4, 4)])
+def test_reserve_space_is_the_same_on_an_explicit_mesh(shape, rng):
+    """The 300 bits of the first do not make whole bytes on each of four devices."""
+    x, scale, bias, *_ = draw(rng, shape=(*shape[:2], 1, *shape[2:]))
+
+    def forward(x):
+        ops = "SPATIAL", "OPS_BN_ACTIVATION"
+        return mcdnn.batch_normalization_forward_training_ex(*ops, x, scale, bias, activation=RELU, **FACTOR)
+
+    expected = forward(x).reserve_space
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        split = jax.device_put(x, jax.sharding.PartitionSpec("data"))
+        np.testing.assert_array_equal(forward(split).reserve_space, expected)
+
+
 def test_reserve_space_survives_jit_checkpoint_and_export(rng):
     x, scale, bias, z, dy = draw(rng)
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxops._primitive.results import exportable
 from jaxops.mcdnn.checks import DTYPES
 from jaxops.mcdnn.descriptors import ActivationDescriptor
 from jaxops.mcdnn.enums import BatchNormMode, BatchNormOps
@@ -14,6 +15,7 @@ from jaxops.mcdnn.norm.checks import batch_norm_call
 _WITHOUT_BFLOAT16 = tuple(dtype for dtype in DTYPES if dtype != "bfloat16")
 
 
+@exportable
 class BatchNormTraining(NamedTuple):
     """Results of `batch_normalization_forward_training`: `BatchNormTrainingEx` without the reserve space."""
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxops._primitive.results import exportable
 from jaxops.activation.modes import IDENTITY, MASKED_MODES
 from jaxops.batch_norm.api import infer, train, updated_statistics
 from jaxops.batch_norm.gradients import Slope, batch_statistics, gradients, slope_mask
@@ -19,6 +20,7 @@ FORWARD_ACTIVATIONS = (ActivationMode.RELU, ActivationMode.SWISH)
 BACKWARD_ACTIVATIONS = (ActivationMode.RELU,)
 
 
+@exportable
 class BatchNormTrainingEx(NamedTuple):
     """Results of a training call.
 
