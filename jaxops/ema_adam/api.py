@@ -385,7 +385,12 @@ def _called(name: str, rule: str, function: Callable[[Any], Any], argument: Any)
 
 
 def _checked_number(name: str, number: Any) -> Any:
-    return require_real(_NAME, name, number, "be a finite number or a 0-d array of one", traced=True)
+    rule = "be a finite number or a 0-d array of one"
+    if name in ("learning_rate", "ema_decay"):
+        rule += ", or a schedule"
+    elif _is_schedule(number):
+        rule += " (optax.inject_hyperparams takes schedules of it)"
+    return require_real(_NAME, name, number, rule, traced=True)
 
 
 def _checked_size(name: str, size: Any) -> Any:

@@ -257,6 +257,9 @@ def _is_of_gradient(cone: Cone, value: Value) -> bool:
 def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
+        if (why := _is_no_head(node)) and has_log_sum_exp(node):
+            yield Missed(node, f"logits {described(node.outputs[0])}", why)
+            continue
         heads = heads_of(node)
         is_large = node.outputs[0].size > chunk_sizes.SIZES.logits
         read, ordered = read_at_labels(node), read_in_order(node) if is_large else ""
@@ -291,11 +294,25 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         yield Missed(node, f"{size:,} logits {described(node.outputs[0])}", reason)
 
 
+def _is_no_head(node: Node) -> str:
+    """Says why the result of a large product cannot be the logits of one layer; "" if it can."""
+    logits = node.outputs[0]
+    if not isinstance(logits.symbolic_size, int):
+        return "their number is symbolic: jaxops.linear_cross_entropy takes symbolic sizes"
+    if logits.size <= chunk_sizes.SIZES.logits:
+        return ""
+    if node.name == "conv_general_dilated":
+        return "" if heads_of(node) else "the convolution that makes them is no layer of single positions"
+    (_, batch) = node.params["dimension_numbers"]
+    count = math.prod(logits.shape[: len(batch[0])])
+    return f"{count} weights make them: rewrite the function inside of jax.vmap, for one weight" if batch[0] else ""
+
+
 def _least_size() -> int:
     return chunk_sizes.SIZES.logits
 
 
-_REMARK = "rewrite losses before they are differentiated"  # what a gradient holds is in the loss, which saves more
+_REMARK = "if this is of a gradient, rewriting the loss instead saves more"
 _OPERATOR = "jaxops.linear_cross_entropy"
 ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True, replacement=_OPERATOR)
 ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True, replacement=_OPERATOR)
@@ -313,6 +330,6 @@ CROSS_ENTROPY_SUM = Rule(
     PRODUCTS,
     _find_sums,
     _least_size,
-    on_tpu="a TPU takes up to 2^28 at a time: it saves less, and in 16 bits may need more",
+    on_tpu="on a TPU up to 2^28 logits exist at a time: less is saved, and in 16 bits more memory may be needed",
     replacement=_OPERATOR,
 )

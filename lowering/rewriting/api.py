@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowering.describe import show
-from lowering.functions import require_function
+from lowering.errors import UsageError
+from lowering.functions import name_of, require_function
 from lowering.operators import note
 from lowering.rewriting.plan import Plan, Planner, overlooked
 from lowering.rewriting.report import Rewrites
@@ -48,7 +49,7 @@ def rewrite(fn: Any = inspect.Parameter.empty, *, only: _Names = (), off: _Names
 
     Raises:
       TypeError: if `fn` is no plain function.
-      ValueError: if `only` or `off` is no name of a pattern, nor names.
+      ValueError: if `only` or `off` is no name of a pattern, nor names, or if `off` has all that `only` has.
 
     Numerics:
       Pooling has the same bits. Other values and gradients differ by rounding: logits are kept in float32 where a
@@ -99,6 +100,14 @@ class Rewritten(Generic[_P, _R]):
             if one.pattern in loops:
                 note(f"{one.source}: {one.pattern} computes {one.detail}, in a loop of JAX, which takes no kernel")
         return traced.results(plan)
+
+    def __reduce__(self) -> Any:
+        """Pickles a module's function by its name, where it is this one, and others by what is rewritten."""
+        name = str(getattr(self, "__qualname__", ""))
+        found: Any = sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (_with_rules, (self._fn, [rule.name for rule in self._rules]))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds a method to its instance."""
@@ -182,7 +191,13 @@ class _Traced:
             self._outputs = [_TRACED if isinstance(leaf, jax.Array) else leaf for leaf in found]
             return [leaf for leaf in found if isinstance(leaf, jax.Array)]
 
-        self.jaxpr = jax.make_jaxpr(of_arrays)(*self._arrays)
+        try:
+            self.jaxpr = jax.make_jaxpr(of_arrays)(*self._arrays)
+        except Exception as error:
+            if type(error).__name__ != "TraceContextError":  # of Flax, which who has no modules of it need not have
+                raise
+            rule = "take the modules of Flax NNX that it changes as arguments"
+            raise UsageError(f"lowering.rewrite: fn must {rule}; got {name_of(fn)}, which does not") from error
 
     def results(self, plan: Plan) -> Any:
         """Computes the function's results as planned."""
@@ -206,12 +221,19 @@ def _is_numeric(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
 
 
+def _with_rules(fn: Callable[_P, _R], names: Collection[str]) -> Rewritten[_P, _R]:
+    return Rewritten(fn, tuple(rule for rule in rules() if rule.name in names))
+
+
 def _chosen(only: str | Collection[str], off: str | Collection[str]) -> tuple[Rule, ...]:
     """Returns the rules that are on."""
     known = {rule.name: rule for rule in rules() if rule.find}
     wanted, unwanted = (_names(argument, given, known) for argument, given in (("only", only), ("off", off)))
     on = [rule for rule in known.values() if (rule.name in wanted if wanted else not rule.asked)]
-    return tuple(rule for rule in on if rule.name not in unwanted)
+    left = tuple(rule for rule in on if rule.name not in unwanted)
+    if wanted and not left:
+        raise ValueError(f"lowering.rewrite: off must leave a pattern that `only` names; got {show(off)}")
+    return left
 
 
 def _names(argument: str, given: Any, known: Collection[str]) -> tuple[str, ...]:

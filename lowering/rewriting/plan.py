@@ -182,7 +182,7 @@ class Planner:
 def overlooked(rules: Sequence[Rule], closed: Any, plan: Plan) -> tuple[Refused, ...]:
     """Finds the places that the plan of a jaxpr does not mention, though users would expect a rule to know them."""
     looking = [
-        dataclasses.replace(rule, find=_of_level(rule.overlooked), least_size=lambda: 0)
+        dataclasses.replace(rule, find=_of_level(rule.overlooked), least_size=lambda: -1)
         for rule in rules
         if rule.overlooked
     ]

@@ -1,5 +1,6 @@
 """Rewritten functions behave like those they are made of: under transformations, on meshes, with any arguments."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +218,24 @@ def test_state_of_nnx_modules_changes_as_before(few_logits_count) -> None:
     fast = lowering.rewrite(module_loss)
     assert len(fast.report(Classifier(nnx.Rngs(0)), *ARGS[1:]).applied) == 1
     assert_alike(trained(fast), trained(module_loss))
+
+
+def test_modules_of_nnx_that_change_must_be_arguments() -> None:
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"^lowering.rewrite: fn must take the modules of Flax NNX that it changes"):
+        lowering.rewrite(lambda x: norm(x).sum())(jnp.ones((2, 4)))
+
+
+named = lowering.rewrite(loss, off="max_pool")
+
+
+@lowering.rewrite
+def decorated(x):
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize(("fn", "args"), [(named, ARGS), (decorated, ARGS[:1])], ids=["named", "decorated"])
+def test_rewritten_functions_can_be_pickled(fn, args, few_logits_count) -> None:
+    restored = pickle.loads(pickle.dumps(fn))
+    assert restored(*args) == fn(*args)
+    assert restored.report(*args) == fn.report(*args)

@@ -118,8 +118,8 @@ def test_explain_of_a_gradient_advises_to_rewrite_the_loss_and_says_what_is_a_lo
     shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
     args = *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)
     (advice,) = lowering.explain(jax.grad(loss), *args).remarks
-    assert "by row_cone: logits float32[2048,32000], in chunks of rows; rewrite losses before they are" in advice
-    assert advice.endswith("differentiated, or call jaxops.linear_cross_entropy")
+    assert "by row_cone: logits float32[2048,32000], in chunks of rows; if this is of a gradient, rewriting" in advice
+    assert advice.endswith("the loss instead saves more, or call jaxops.linear_cross_entropy")
     rewritten = lowering.explain(lowering.rewrite(jax.grad(loss)), *args)
     (said,) = rewritten.notes
     assert rewritten.rows == ()
@@ -132,3 +132,31 @@ def test_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(root / "benchmarks")
     results = json.loads((root / "benchmarks" / "results" / "rewriting_cpu.json").read_text())
     assert importlib.import_module("rewriting").table(results) in (root / "docs" / "rewriting.md").read_text()
+
+
+def of_two_heads(weights, x, labels):
+    return jax.vmap(loss, (0, 0, None))(weights, x, labels).sum()
+
+
+def of_pixels(kernel, images, labels):
+    logits = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+
+
+NO_HEADS = {
+    "2 weights make them: rewrite the function inside of jax.vmap": (of_two_heads, (2, 8, 96), (2, 64, 8), (64,)),
+    "their number is symbolic: jaxops.linear_cross_entropy takes": (loss, (8, 96), "b, 8", "b"),
+    "the convolution that makes them is no layer of single": (of_pixels, (3, 3, 4, 96), (1, 8, 8, 4), (1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("words", NO_HEADS)
+def test_report_says_why_logits_are_those_of_no_layer(words, few_logits_count) -> None:
+    few_logits_count(95)
+    fn, *shapes = NO_HEADS[words]
+    scope = jax.export.SymbolicScope()
+    sizes = [jax.export.symbolic_shape(x, scope=scope) if isinstance(x, str) else x for x in shapes]
+    args = [jax.ShapeDtypeStruct(size, dtype) for size, dtype in zip(sizes, ("f4", "f4", "i4"), strict=True)]
+    report = lowering.rewrite(fn).report(*args)
+    assert report.applied == ()
+    assert [one.reason.startswith(words) for one in report.refused] == [True]
