@@ -15,7 +15,7 @@ from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 
 # By number of spatial axes.
-_SIZES = {2: "four sizes, (N, C, H, W)", 3: "five sizes, (N, C, D, H, W)"}
+_SIZES = {2: "a tuple of four sizes, (N, C, H, W)", 3: "a tuple of five sizes, (N, C, D, H, W)"}
 
 
 def affine_grid(theta: jax.Array, size: Sequence[int], *, align_corners: bool = True) -> jax.Array:

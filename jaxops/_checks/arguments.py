@@ -137,7 +137,7 @@ def as_key(operator: str, argument: str, value: Any, *, status: int | str = PARA
     data = jax.random.key_data(key) if is_typed else key
     is_key = data.dtype == jnp.uint32 and data.ndim == 1
     is_key = is_key and (data.size >= 2 if is_typed else data.size in _RAW_KEY_WORDS)
-    require(is_key, operator, argument, "be one key of jax.random, typed or raw", key, status=status)
+    require(is_key, operator, argument, "be one key of jax.random, such as jax.random.key(0)", key, status=status)
     return data
 
 

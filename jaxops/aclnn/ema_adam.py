@@ -95,9 +95,9 @@ def apply_fused_ema_adam(
         "weight_decay": weight_decay,
     }
     rule = "be a finite number or a 0-d array of one"
+    numbers = {name: require_real(_NAME, name, number, rule, traced=True) for name, number in numbers.items()}
     for name, decay in (("ema_decay", ema_decay), ("beta1", beta1), ("beta2", beta2)):
         require_wide_decay(_NAME, name, decay)
-    numbers = {name: require_real(_NAME, name, number, rule, traced=True) for name, number in numbers.items()}
     bias_correction = require_bool(_NAME, "bias_correction", bias_correction, or_int=True)
     coefficients = step_coefficients(
         step.reshape(-1)[0],

@@ -121,7 +121,7 @@ def member(operator: str, argument: str, enumeration: type[Enumeration], value: 
         in_c = [name for name in names if value.startswith("MCDNN_") and value.endswith(f"_{name}")]
         name = value if value in names else max(in_c, key=len, default="")
     else:
-        is_number = type(value) in (int, enumeration) or isinstance(value, np.integer)
+        is_number = type(value) in (int, enumeration) or (isinstance(value, np.integer) and value.dtype.kind in "iu")
         name = next((one.name for one in enumeration if is_number and one == value), "")
     if not name:
         raise BadParamError(f"{operator}: {argument} must be {one_of(names, value)}", BAD_PARAM)

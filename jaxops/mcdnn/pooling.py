@@ -136,7 +136,7 @@ def pooling_backward(
 
 
 def _check_pooled(call: Call, y: Any, dy: jax.Array, x: Any, shape: tuple[int, ...]) -> None:
-    call.require(dy.shape == shape, "dy", f"have the shape of what was pooled, {shape}", dy)
+    call.require(dy.shape == shape, "dy", f"have the shape of the pooled result, {shape}", dy)
     if y is not None:
         call.require(y.shape == dy.shape, "y", f"have the shape of dy, {dy.shape}", y)
     for argument, array in (("y", y), ("x", x)):

@@ -68,11 +68,17 @@ REFUSALS = {
     "theta-rank": (lambda: affine_grid(THETA[0], SIZE), "affine_grid: theta must have shape (N, 2, 3) or (N"),
     "theta-shape": (lambda: affine_grid(THETA[:, :, :2], SIZE), "affine_grid: theta must have shape (..., 2, 3)"),
     "theta-dtype": (lambda: affine_grid(np.int32(THETA), SIZE), "affine_grid: theta must be floating point; got"),
-    "size": (lambda: affine_grid(THETA, (2, 3, 4)), "affine_grid: size must be four sizes, (N, C, H, W); got (2, 3,"),
-    "size-float": (lambda: affine_grid(THETA, (2, 3, 4, 5.0)), "affine_grid: size must be four sizes, (N, C, H, W);"),
+    "size": (
+        lambda: affine_grid(THETA, (2, 3, 4)),
+        "affine_grid: size must be a tuple of four sizes, (N, C, H, W); got (2, 3,",
+    ),
+    "size-float": (
+        lambda: affine_grid(THETA, (2, 3, 4, 5.0)),
+        "affine_grid: size must be a tuple of four sizes, (N, C, H, W);",
+    ),
     "size-of-volumes": (
         lambda: affine_grid(np.zeros((2, 3, 4), np.float32), SIZE),
-        "affine_grid: size must be five sizes, (N, C, D, H, W); got (2, 3, 4, 5)",
+        "affine_grid: size must be a tuple of five sizes, (N, C, D, H, W); got (2, 3, 4, 5)",
     ),
     "theta-align-corners": (
         lambda: affine_grid(THETA, SIZE, align_corners=None),

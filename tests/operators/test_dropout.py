@@ -213,8 +213,13 @@ REFUSALS = {
     "no-key": (None, X, 0.5, "key must be given; got None"),
     "no-x": (KEY, None, 0.5, "x must be given; got None"),
     "integers": (KEY, X.astype(np.int32), 0.5, "x must be floating point; got int32[4, 8]"),
-    "keys": (jax.random.split(KEY, 3), X, 0.5, "key must be one key of jax.random, typed or raw; got key<fry>"),
-    "seed": (np.int32(3), X, 0.5, "key must be one key of jax.random, typed or raw; got "),
+    "keys": (
+        jax.random.split(KEY, 3),
+        X,
+        0.5,
+        "key must be one key of jax.random, such as jax.random.key(0); got key<fry>",
+    ),
+    "seed": (np.int32(3), X, 0.5, "key must be one key of jax.random, such as jax.random.key(0); got "),
     "order-of-torch": (X, 0.5, KEY, "key must come first, as in dropout(key, x, rate); got float32[4, 8]"),
     "order-with-raw-key": (
         X,
