@@ -44,12 +44,23 @@ def with_metrics(x: Any, w: Any, y: Any) -> Any:
     return losses.mean() + 1e-2 * (jax.nn.logsumexp(z, -1) ** 2).mean(), (right.mean(), z.mean(), z.max(), z.min())
 
 
+def behind_log_sum_exp(x: Any, w: Any, y: Any) -> Any:
+    z = x @ w
+    return (jax.nn.logsumexp(z, -1)[:, :-1] - picked(z[:, :-1], y[:, 1:])).mean()
+
+
+def of_preferences(x: Any, w: Any, y: Any) -> Any:
+    chosen, rejected = jnp.split(picked(jax.nn.log_softmax(x @ w)[:, :-1], y[:, 1:]).sum(-1), 2)
+    return -jax.nn.log_sigmoid(0.1 * (chosen - rejected)).mean()
+
+
 # Losses of x, the weight, and labels.
 LOSSES: dict[str, Callable[..., Any]] = {
     "logits": lambda x, w, y: entropies((x @ w)[:, :-1], y[:, 1:]).mean(),
     "logits, labels of the last token": lambda x, w, y: entropies((x @ w)[:, 1:], y[:, :-1]).mean(),
     "logits without the ends": lambda x, w, y: masked_mean(entropies((x @ w)[:, 1:-2], y[:, 3:]), y[:, 3:] != 0),
     "log-probabilities": lambda x, w, y: -picked(jax.nn.log_softmax(x @ w)[:, :-1], y[:, 1:]).mean(),
+    "logits behind their log sum exp": behind_log_sum_exp,
     "cap and mask": lambda x, w, y: masked_mean(entropies(3 * jnp.tanh((x @ w)[:, :-1] / 3), y[:, 1:]), y[:, 1:] != 0),
     "one-hot": lambda x, w, y: (
         -(jax.nn.one_hot(y[:, 1:], CLASSES) * jax.nn.log_softmax((x @ w)[:, :-1])).sum(-1).mean()
@@ -85,6 +96,22 @@ def test_losses_of_the_next_token_keep_no_logits(name: str, batch: int) -> None:
     x, w = RNG.normal(size=(batch, rows, FEATURES)), RNG.normal(size=(FEATURES, CLASSES))
     args = jnp.asarray(x), jnp.asarray(w), jnp.asarray(RNG.integers(0, CLASSES, (batch, rows)))
     assert_keeps_no_logits(LOSSES[name], args)
+
+
+@pytest.mark.parametrize(
+    ("fn", "pattern"),
+    [
+        (LOSSES["log-probabilities"], "cross_entropy_sum"),
+        (LOSSES["logits behind their log sum exp"], "cross_entropy_sum"),
+        (of_preferences, "cross_entropy"),
+    ],
+)
+def test_log_probabilities_of_some_rows_take_the_operator(fn: Callable[..., Any], pattern: str) -> None:
+    args = RNG.normal(size=(4, 129, FEATURES)), RNG.normal(size=(FEATURES, 1000)), RNG.integers(0, 1000, (4, 129))
+    x, w, y = map(jnp.asarray, args)
+    assert [one.pattern for one in lowering.rewrite(fn).report(x, w, y).applied] == [pattern]
+    step = jax.value_and_grad(lowering.rewrite(fn), (0, 1))
+    assert_alike(jax.jit(step)(x, w, y), jax.value_and_grad(fn, (0, 1))(x, w, y), 1e-9)
 
 
 @pytest.mark.sampled

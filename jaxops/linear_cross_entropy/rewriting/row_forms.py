@@ -205,6 +205,11 @@ class View(NamedTuple):
     bounds: tuple[tuple[int, ...], ...] | None = None
     order: tuple[int, ...] | None = None
 
+    @property
+    def is_dense(self) -> bool:
+        """Tells whether rows that follow one another are read, so that labels can be `filled`."""
+        return self.bounds is not None and set(self.bounds[2]) <= {1}
+
     def read(self, array: Any, behind: int = 0) -> Any:
         """Reads rows of an array, which has so many axes behind those of rows."""
         rest = array.shape[array.ndim - behind :]

@@ -56,11 +56,13 @@ class Placed(NamedTuple):
       form: the form, whose arrays have the shape of the rows.
       classes: the axis of the value that counts the classes, perhaps rows as well; None if it has one number per row.
       rows: the shape of the rows.
+      whole: the logits of which this leaves rows out, and how, if statistics of all of their rows are asked for before.
     """
 
     form: Any
     classes: Part | None
     rows: tuple[int, ...]
+    whole: "tuple[Placed, View] | None" = None
 
 
 def returned(level: Level) -> str:
@@ -140,7 +142,7 @@ class Reading:
         return [self._array(value) for value in exits]
 
     def _array(self, value: Value) -> Any:
-        form, _, rows = self._placed[value]
+        form, _, rows, _ = self._placed[value]
         is_differentiated = bool(jnp.issubdtype(value.dtype, jnp.floating))
         array = jnp.asarray(self.algebra.maxima.array(form, is_differentiated=is_differentiated)).astype(value.dtype)
         return reshaped(jnp.broadcast_to(array, rows), value.shape)
@@ -151,13 +153,13 @@ class Reading:
             raise RefusalError("reads the logits as well", node)
         placed = [self._placed.get(x) for x in node.inputs]
         lead = next((x for x in placed if x and x.classes), None) or next(filter(None, placed))
-        _, of_classes, rows = lead
+        _, of_classes, rows, _ = lead
         if node.name in _TAKEN and lead is placed[0]:
             return self._taken(node, lead)
         if node.name not in _FOLLOWED or (of_classes is None and node.name not in _NARROW):
             raise RefusalError("reads the logits as well", node)
         parts, role = self._followed(node, placed)
-        if any(x is not None and x[1:] != (part, rows) for x, part in zip(placed, parts, strict=True)):
+        if any(x is not None and (x.classes, x.rows) != (part, rows) for x, part in zip(placed, parts, strict=True)):
             raise RefusalError("pairs rows with other rows", node)
         along = zip(node.inputs, placed, parts, strict=True)
         forms = [x.form if x else self._repeated(node, value, part, role, rows) for value, x, part in along]
@@ -214,8 +216,10 @@ class Reading:
         else:
             order = tuple(at - (at > old.axis) for at in node.params["permutation"] if at != old.axis)
         shapes = row_wise.without_axis(before, old.axis), row_wise.without_axis(after, classes.axis)
-        view = View(*shapes, bounds, order)
-        return Placed(self._viewed_form(placed.form, view), classes, view.shape)
+        view, asked = View(*shapes, bounds, order), self.algebra.asked.layer
+        is_asked = isinstance(placed.form, Logits) and asked is not None and asked.is_same(placed.form.layer)
+        whole = (placed, view) if is_asked and view.is_dense else None
+        return Placed(self._viewed_form(placed.form, view), classes, view.shape, whole)
 
     def _viewed_form(self, form: Any, view: View) -> Any:
         """Leaves rows out of a form, or changes their order."""
@@ -257,7 +261,7 @@ class Reading:
 
     def _taken(self, node: Node, placed: Placed) -> Placed:
         """Takes one number from the classes of each row, or of some rows."""
-        (form, classes, rows), params, algebra = placed, node.params, self.algebra
+        (form, classes, rows, of_all), params, algebra = placed, node.params, self.algebra
         if node.name in ("reduce_max", "argmax") and [Part(at) for at in params["axes"]] == [classes]:
             take = algebra.maximum if node.name == "reduce_max" else algebra.prediction
             return Placed(algebra.once(node.name, (form,), lambda: take(form)), None, rows)
@@ -279,15 +283,20 @@ class Reading:
             found.labels if found else node.inputs[1],
         )
         all_rows = row_wise.without_axis(node.inputs[0].shape, classes.axis)
-        if found is None or found.shape == all_rows:
+        if of_all is not None and (found is None or found.shape == all_rows):
+            (form, _, rows, _), view = of_all
+        elif found is None or found.shape == all_rows:
             label = self._pulled(labels, None, rows)
             return Placed(algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label)), None, rows)
-        ends = tuple(first + count for first, count in zip(found.first, found.shape, strict=True))
-        view = View(all_rows, found.shape, (found.first, ends, (1,) * len(ends)))
+        else:
+            ends = tuple(first + count for first, count in zip(found.first, found.shape, strict=True))
+            view = View(all_rows, found.shape, (found.first, ends, (1,) * len(ends)))
         read = self._pulled(labels, None, view.shape)
         label = algebra.once(("of all rows", view, rows), (read,), lambda: view.filled(read, rows))
         number = algebra.once(key, (form, label), lambda: algebra.gathered(node, form, label))
-        return Placed(self._viewed_form(number, view), None, view.shape)
+        # Maxima are those of all rows, so a number of some rows has none of them.
+        whole = algebra.once("computed", (number,), lambda: Number(algebra.maxima.array(number)))
+        return Placed(self._viewed_form(whole, view), None, view.shape)
 
     def pulled(self, value: Value, axis: int) -> Any:
         """Returns the form of a value that depends on no logits, whose `axis` counts the classes."""
