@@ -98,15 +98,20 @@ def test_losses_of_the_next_token_keep_no_logits(name: str, batch: int) -> None:
     assert_keeps_no_logits(LOSSES[name], args)
 
 
-@pytest.mark.parametrize(
-    ("fn", "pattern"),
-    [
-        (LOSSES["log-probabilities"], "cross_entropy_sum"),
-        (LOSSES["logits behind their log sum exp"], "cross_entropy_sum"),
-        (of_preferences, "cross_entropy"),
-    ],
-)
-def test_log_probabilities_of_some_rows_take_the_operator(fn: Callable[..., Any], pattern: str) -> None:
+def of_each_token(x: Any, w: Any, y: Any) -> Any:
+    return jax.vmap(jax.vmap(lambda x, y: entropies(x @ w, y)))(x, y).mean()
+
+
+OF_OPERATOR = {
+    "log-probabilities": (LOSSES["log-probabilities"], "cross_entropy_sum"),
+    "logits behind their log sum exp": (behind_log_sum_exp, "cross_entropy_sum"),
+    "preferences": (of_preferences, "cross_entropy"),
+    "each token": (of_each_token, "cross_entropy_sum"),
+}
+
+
+@pytest.mark.parametrize(("fn", "pattern"), OF_OPERATOR.values(), ids=OF_OPERATOR)
+def test_losses_take_the_operator(fn: Callable[..., Any], pattern: str) -> None:
     args = RNG.normal(size=(4, 129, FEATURES)), RNG.normal(size=(FEATURES, 1000)), RNG.integers(0, 1000, (4, 129))
     x, w, y = map(jnp.asarray, args)
     assert [one.pattern for one in lowering.rewrite(fn).report(x, w, y).applied] == [pattern]

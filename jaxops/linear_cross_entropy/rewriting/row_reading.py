@@ -304,6 +304,9 @@ class Reading:
 
     def _repeated(self, node: Node, x: Value, part: Part | None, role: Any, rows: tuple[int, ...]) -> Any:
         """Returns the form of an operand that depends on no logits, and may be repeated for several rows."""
+        made = x.producer
+        if part is None and made is not None and made.name == "broadcast_in_dim" and made.inputs[0].size == 1:
+            x = made.inputs[0]  # such as the 0 of a vmap, which is repeated twice
         if x.size // (1 if part is None else self.algebra.classes) in (1, math.prod(rows)):
             return self._pulled(x, part, rows)
         shape = node.outputs[0].shape
