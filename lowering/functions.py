@@ -22,7 +22,7 @@ _KINDS = (
 
 def require_function(fn: Any, tool: str = "lowering") -> None:
     """Refuses what cannot be called, and functions whose calls return before their bodies have run."""
-    if not callable(fn) or isinstance(fn, type):
+    if not callable(fn):
         raise UsageError(f"{tool}: fn must be a function or an operator; got {show(fn)}")
     body = _body(fn)
     for is_kind, kind in _KINDS:

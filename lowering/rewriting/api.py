@@ -77,6 +77,8 @@ def rewrite(fn: Any = inspect.Parameter.empty, *, only: _Names = (), off: _Names
     if fn is inspect.Parameter.empty:
         return functools.partial(rewrite, only=only, off=off)
     require_function(fn, "lowering.rewrite")
+    if isinstance(fn, type):
+        raise UsageError(f"lowering.rewrite: fn must be a function, and no class; got {show(fn)}")
     return Rewritten(fn, chosen)
 
 

@@ -44,6 +44,12 @@ def test_patterns_are_switched_by_name(few_logits_count) -> None:
     for fn in (3, None):
         with pytest.raises(TypeError, match=rf"^lowering.rewrite: fn must be a function or an operator; got {fn}$"):
             lowering.rewrite(fn)
+    with pytest.raises(TypeError, match=r"^lowering.rewrite: fn must be a function, and no class; got "):
+        lowering.rewrite(dict)
+    with pytest.raises(
+        ValueError, match=r"^lowering.rewrite: off must leave a pattern that `only` names; got 'dropout'$"
+    ):
+        lowering.rewrite(loss, only="dropout", off="dropout")
 
 
 def test_report_holds_for_numpy_arrays_as_under_jit(few_logits_count) -> None:
