@@ -100,6 +100,7 @@ def fused_apply(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if not isinstance(error, OperatorError):
             _require_own_state(transform, opt_state, params)
+            _require_arrays(grads, error)
         raise
     if is_changed and _is_told_first(transform):
         warnings.warn(_DRIFT, stacklevel=2)
@@ -107,6 +108,14 @@ def fused_apply(
     rows, structure = rows_of(_NAME, params=params, updates=updates)
     new_params = [x if done else _applied(old, x) for (old, x), done in zip(rows, is_written, strict=True)]
     return structure.unflatten(new_params), opt_state
+
+
+def _require_arrays(grads: Any, error: Exception) -> None:
+    """Refuses rows of gradients where a transform has failed, as most do that change gradients before the update."""
+    has_rows = any(isinstance(x, RowGradients) for x in jax.tree.leaves(grads, is_leaf=_is_leaf))
+    rule = f"be arrays for every transform but ema_adam_rows, and this one raises {type(error).__name__}"
+    if has_rows:
+        raise BadParamError(f"{_NAME}: grads must {rule}; got RowGradients", PARAM_INVALID) from error
 
 
 def require_shapes(operator: str, params: Any, /, **trees: Any) -> None:

@@ -187,6 +187,15 @@ def test_ema_adam_rows_refuses_what_does_not_fit():
         optimizer.update(touched, optimizer.init(params))
     with pytest.raises(BadParamError, match=r"ema_adam: grads must hold arrays .*; got 'RowGradients'"):
         jaxops.ema_adam(1e-3).update(touched, optimizer.init(params), params)
+    clipped, fitting = (
+        optax.chain(optax.clip_by_global_norm(1.0), optimizer),
+        touched._replace(values=jnp.zeros((2, WIDTH))),
+    )
+    with pytest.raises(
+        BadParamError,
+        match=r"^fused_apply: grads must be arrays for every transform but ema_adam_rows, and this one rais",
+    ):
+        jaxops.fused_apply(clipped, {"table": fitting}, clipped.init({"table": params}), {"table": params})
     with pytest.raises(TypeError, match="nonsense"):
         jaxops.ema_adam_rows(1e-3, nonsense=1)
 
