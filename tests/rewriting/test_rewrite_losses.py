@@ -171,6 +171,29 @@ def test_rows_that_are_compared_with_all_rows_are_their_own_classes(few_logits_c
     assert_alike(*(jax.value_and_grad(fn)(ARGS[1]) for fn in (fast, contrastive)))
 
 
+def of_pairs(x):
+    is_own = jnp.eye(len(x), dtype=bool)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        jnp.where(is_own, -1e9, x @ x.T), jnp.arange(len(x))[::-1]
+    ).mean()
+
+
+def of_groups(x):
+    is_own, group = jnp.eye(len(x), dtype=bool), jnp.arange(len(x)) % 7
+    log_probs = jax.nn.log_softmax(jnp.where(is_own, -1e9, x @ x.T))
+    is_like = (group[:, None] == group) & ~is_own
+    return -((log_probs * is_like).sum(-1) / is_like.sum(-1)).mean()
+
+
+@pytest.mark.parametrize("fn", [of_pairs, of_groups])
+def test_rows_may_be_compared_with_all_others(fn, few_logits_count) -> None:
+    few_logits_count(300)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(48, 4)), jnp.float32)
+    fast = lowering.rewrite(fn)
+    assert [one.pattern for one in fast.report(x).applied] == ["row_cone_sum"]
+    assert_alike(*(jax.value_and_grad(each)(x) for each in (fast, fn)))
+
+
 def test_layers_that_are_no_loss_are_not_spoken_of() -> None:
     for layer in (jax.nn.relu, jnp.square, lambda z: z[0], lambda z: z[:, 3], lambda z: (z - 1) ** 2):
         report = lowering.rewrite(lambda w, x, y, layer=layer: layer(x @ w).mean()).report(*ARGS)

@@ -91,7 +91,9 @@ class Region:
         parts: Parts | None = None
         if part is None:
             # A product takes its operand in any order; outside of the loop, the other order would be one more array.
-            parts = [None] if node is not None and node.name == "transpose" else None
+            # That is needed where the product's other operand is the same array, cut into rows.
+            is_order = node is not None and node.name == "transpose" and node.inputs[0] not in self.cut
+            parts = [None] if is_order else None
         elif node is not None and not node.equation.effects and len(node.outputs) == 1 and self.is_pulled(value):
             parts = row_wise.parts_of_operands(node, part) or self._parts_of_scatter(node, part)
         if node is not None and parts is not None:
