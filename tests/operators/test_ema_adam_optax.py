@@ -333,7 +333,7 @@ REFUSALS = {
     "b1-float32": (lambda: ema_adam(1e-3, b1=np.float32(1)), "ema_adam: b1 must lie in [0, 1); got", 161002),
     "learning_rate": (
         lambda: ema_adam([1e-3]),
-        "ema_adam: learning_rate must be a finite number or a 0-d array of one; got [0.001]",
+        "ema_adam: learning_rate must be a finite number or a 0-d array of one, or a schedule; got [0.001]",
         161002,
     ),
     "weight_decay": (
