@@ -257,7 +257,7 @@ def _is_of_gradient(cone: Cone, value: Value) -> bool:
 def _overlooked(level: Level) -> Iterator[Missed]:
     """Says of each product whose result is read as logits are why nothing replaces it."""
     for node in level.named("dot_general", "conv_general_dilated"):
-        if (why := _is_no_head(node)) and has_log_sum_exp(node):
+        if (why := _why_no_head(node)) and has_log_sum_exp(node):
             yield Missed(node, f"logits {described(node.outputs[0])}", why)
             continue
         heads = heads_of(node)
@@ -294,7 +294,7 @@ def _overlooked(level: Level) -> Iterator[Missed]:
         yield Missed(node, f"{size:,} logits {described(node.outputs[0])}", reason)
 
 
-def _is_no_head(node: Node) -> str:
+def _why_no_head(node: Node) -> str:
     """Says why the result of a large product cannot be the logits of one layer; "" if it can."""
     logits = node.outputs[0]
     if not isinstance(logits.symbolic_size, int):
