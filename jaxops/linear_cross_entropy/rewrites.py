@@ -302,7 +302,7 @@ def _why_no_head(node: Node) -> str:
     if logits.size <= chunk_sizes.SIZES.logits:
         return ""
     if node.name == "conv_general_dilated":
-        return "" if heads_of(node) else "the convolution that makes them is no layer of single positions"
+        return "" if heads_of(node) else "they come from a convolution that is more than one layer for each position"
     (_, batch) = node.params["dimension_numbers"]
     count = math.prod(logits.shape[: len(batch[0])])
     return f"{count} weights make them: rewrite the function inside of jax.vmap, for one weight" if batch[0] else ""

@@ -16,9 +16,9 @@ Shared arguments:
   strict: in the calls that have it, whether to refuse what they support but the documents do not.
 
 An enumeration is given as a member, its name or its number: `SoftmaxMode.CHANNEL`, "CHANNEL", 1, or as in C,
-"MCDNN_SOFTMAX_MODE_CHANNEL". Descriptors are no operands: under jit, build them inside, or make them static
-arguments. Inside `jax.shard_map`, statistics are those of the device's own part; `jaxops.batch_norm` shares them, with
-`axis_name`.
+"MCDNN_SOFTMAX_MODE_CHANNEL". Descriptors are not arrays: under jit, build them inside the function, or mark them as
+static arguments. Inside `jax.shard_map`, statistics are those of the device's own part; `jaxops.batch_norm` shares
+them, with `axis_name`.
 
 Shared errors, unless a function says otherwise:
   BadParamError: status MCDNN_STATUS_BAD_PARAM. A required argument, or a prior that beta needs, is None; a prior

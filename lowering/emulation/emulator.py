@@ -243,7 +243,7 @@ class Emulator:
         return first.results
 
     def _stop(self, called: _Called, error: Exception, operands: Sequence[Any], like: Sequence[Any]) -> EmulationError:
-        """Says of which kernel an execution stops, and why."""
+        """Returns the error that names the kernel and says why its execution has stopped."""
         why = str(error)
         if isinstance(error, UnknownFormError):
             why += ", whose meaning nobody has settled"

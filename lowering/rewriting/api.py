@@ -49,7 +49,7 @@ def rewrite(fn: Any = inspect.Parameter.empty, *, only: _Names = (), off: _Names
 
     Raises:
       TypeError: if `fn` is no plain function.
-      ValueError: if `only` or `off` is no name of a pattern, nor names, or if `off` has all that `only` has.
+      ValueError: if `only` or `off` names something that is not a pattern, or `off` names everything that `only` does.
 
     Numerics:
       Pooling has the same bits. Other values and gradients differ by rounding: logits are kept in float32 where a

@@ -304,8 +304,22 @@ def test_call_refuses_integers_that_it_would_cut(number):
         lowering.export(jnp.square, 3, platforms="cpu").call(number)
 
 
+def of_channels(x):
+    return x[..., None, None], *[jnp.ones((1, x.shape[1], 1, 1))] * 2
+
+
 RESULTS = {
     "BatchNormOutput": lambda x: jaxops.batch_norm(x, layout="NC"),
+    "BatchNormTraining": lambda x: jaxops.mcdnn.batch_normalization_forward_training(
+        "SPATIAL", *of_channels(x), exponential_average_factor=1.0
+    ),
+    "OnlineMaxSum": lambda x: jaxops.aclnn.fused_linear_online_max_sum(
+        x.astype(jnp.bfloat16),
+        x.astype(jnp.bfloat16),
+        jnp.arange(len(x)),
+        vocab_start_index=0,
+        vocab_end_index=len(x),
+    ),
     "RowGradients": lambda x: jaxops.embedding_row_gradients(x, jnp.arange(len(x)), num_weights=5),
     "LinearCrossEntropyAux": lambda x: jaxops.linear_cross_entropy(x, x, jnp.arange(len(x)), return_aux=True)[1],
 }

@@ -152,7 +152,7 @@ def of_pixels(kernel, images, labels):
 NO_HEADS = {
     "2 weights make them: rewrite the function inside of jax.vmap": (of_two_heads, (2, 8, 96), (2, 64, 8), (64,)),
     "their number is symbolic: jaxops.linear_cross_entropy takes": (loss, (8, 96), "b, 8", "b"),
-    "the convolution that makes them is no layer of single": (of_pixels, (3, 3, 4, 96), (1, 8, 8, 4), (1, 8, 8)),
+    "they come from a convolution that is more than one layer": (of_pixels, (3, 3, 4, 96), (1, 8, 8, 4), (1, 8, 8)),
 }
 
 

@@ -56,7 +56,8 @@ class Placed(NamedTuple):
       form: the form, whose arrays have the shape of the rows.
       classes: the axis of the value that counts the classes, perhaps rows as well; None if it has one number per row.
       rows: the shape of the rows.
-      whole: the logits of which this leaves rows out, and how, if statistics of all of their rows are asked for before.
+      whole: the logits before rows were left out, and the view that did so; None unless statistics of all rows were
+        asked for first.
     """
 
     form: Any
