@@ -207,7 +207,12 @@ FAMILIES = {
         softmax,
         ((64, 512, 4096, 32768, 262144), (64, 200, 256, 1000, 1024, 4096, 16384, 50257, 65536, 262144)),
         (2**19, 2**28),
-        (((F32, "accurate"), (16384, 4096)), ((F32, "accurate"), (4096, 32000)), ((BF16, "accurate"), (65536, 1024))),
+        (
+            *(((F32, "accurate"), sizes) for sizes in ((16384, 4096), (4096, 32000))),
+            ((BF16, "accurate"), (65536, 1024)),
+            # Columns lie in sublanes, and pass in pieces.
+            *(((F32, algorithm), (512, 13203)) for algorithm in ("accurate", "log")),
+        ),
     ),
     "local_response_norm": Family(
         ("local_response_norm", "local_response_norm_backward"),
@@ -282,7 +287,14 @@ FAMILIES = {
         dropout,
         ((256, 2048, 16384, 131072), (256, 1024, 4096, 16384)),
         (2**19, 2**27),
-        ((BF16, (16384, 4096)), (F32, (16384, 4096)), (BF16, (8192, 14336))),
+        (
+            *((BF16, (16384, 4096)), (F32, (16384, 4096)), (BF16, (8192, 14336))),
+            # Columns lie in sublanes.
+            *itertools.product(FLOATS, ((8192, 96), (32768, 96), (131072, 96))),
+            *itertools.product(FLOATS, ((2048, 352), (8192, 352), (32768, 352), (131072, 352))),
+            *itertools.product(FLOATS, ((512, 1376), (2048, 1376), (8192, 1376), (32768, 1376))),
+            *itertools.product(FLOATS, ((512, 5408), (2048, 5408), (8192, 5408))),
+        ),
     ),
     "embedding": Family(
         ("embedding_dense_backward",),

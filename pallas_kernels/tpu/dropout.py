@@ -2,7 +2,9 @@
 
 XLA's own program draws the words of the mask in one loop and expands each to its 32 elements in another. Here both
 happen in VMEM, in one straight piece of code: a step of the grid draws the words of its block, and stores and applies
-those of the block before. Each fills the cycles in which the other waits for the cross-lane unit.
+those of the block before. Each fills the cycles in which the other waits for the cross-lane unit. Arrays whose columns
+XLA stores in sublanes are taken as they lie, by the kernels of `dropout_columns`. The words of rows of fewer than 4096
+elements do not fill 128 lanes, which HBM would hold whole: they are transposed, and lie in sublanes there.
 """
 
 import functools
@@ -16,9 +18,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.dropout_mask import WORD_BITS, threshold
 from pallas_kernels.kernel import Kernel, Kind, dtype_names
+from pallas_kernels.tpu import dropout_columns
+from pallas_kernels.tpu.dropout_launch import launch
 from pallas_kernels.tpu.dropout_words import Places, keep_of, long_words, permuted, short_words
 from pallas_kernels.tpu.stored_order import LANES, SUBLANES, round_up, stored_order
-from pallas_kernels.tpu.streaming_cost import streaming_cost
 
 _DTYPES = ("float32", "bfloat16")
 _GROUP_COLUMNS = LANES * WORD_BITS  # a row of words fills the lanes of a register
@@ -31,16 +34,11 @@ _SWAPPED_DIGITS = (8, 4)  # of lanes and of bits; each more halves the moves, bu
 # 2**21 bytes of elements that is 8.2 MiB in float32 and 8.4 in bfloat16, within the 16 MiB that XLA grants.
 _BLOCK_BYTES = (2**21, 2**20, 2**19)
 
-# Vector operations for an element: the generator's, for 32 elements at once; then a bit is tested, and the element
-# scaled and selected.
-_DRAW_FLOPS = 7 * 120 // WORD_BITS
-_SELECT_FLOPS = 4
 
-
-def _swapped(words):
+def _swapped(words, digits):
     """Exchanges digits of the lane's number with digits of the bit's number, as in a transposition of bits."""
     lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
-    for digit in _SWAPPED_DIGITS:
+    for digit in digits:
         low = sum(1 << bit for bit in range(WORD_BITS) if not bit & digit)
         upper, shift = lane & digit != 0, jnp.uint32(digit)
         partner = permuted(words, lane ^ digit)
@@ -53,7 +51,8 @@ def _select(words, x_ref, y_ref, factor):
     """Keeps or drops each element; lane `32 q + b` of register c of a row has bit b of the word in lane `4 c + q`."""
     # The cross-lane unit moves one register in a few cycles, and a lane needs one bit of the 32 that come. So some
     # digits of c change places with digits of b first: then one move serves all c that differ in these digits.
-    swapped, digits = _swapped(words), sum(_SWAPPED_DIGITS)
+    exchanged = [digit for digit in _SWAPPED_DIGITS if digit < pl.cdiv(x_ref.shape[1], LANES)]
+    swapped, digits = _swapped(words, exchanged), sum(exchanged)
     lane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     quarter, bit = lane >> WORD_BITS.bit_length() - 1, lane & WORD_BITS - 1
     moved = {}
@@ -81,7 +80,9 @@ def _select_from(words, rows, first, x_ref, y_ref, factor):
     _select(words, x_ref.at[rows, columns], y_ref.at[rows, columns], factor)
 
 
-def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, drawn_vmem, *, places, column_blocks):
+def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, drawn_vmem, *rows_vmem, blocks):
+    places, column_blocks = blocks.places, blocks.counts[1]
+    words_in_rows = rows_vmem[0] if blocks.in_sublanes else words_ref
     keep = keep_of(below_ref[0])
     steps = pl.num_programs(1) - 1
     step = pl.program_id(1)
@@ -91,8 +92,11 @@ def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, drawn_v
     def take_before():
         # The first step has nothing to take yet. What it makes of whatever is there, the next one replaces.
         for rows, columns, words in places.in_rows(drawn_vmem[...]):
-            words_ref[rows, columns] = words[:, : columns.stop - columns.start]
+            words_in_rows[rows, columns] = words[:, : columns.stop - columns.start]
             _select_from(words, rows, columns.start, x_ref, y_ref, factor_ref[0])
+        for first in range(0, blocks.rows * blocks.in_sublanes, LANES):
+            rows = slice(first, first + LANES)
+            words_ref[:, rows] = words_in_rows[rows, :].T[: places.words]
 
     @pl.when((step == steps) | keep.is_short)
     def _():
@@ -109,9 +113,14 @@ def _kernel(below_ref, factor_ref, streams_ref, x_ref, y_ref, words_ref, drawn_v
         drawn_vmem[...] = long_words(keep, counters)
 
 
-def _backward_kernel(factor_ref, grad_ref, words_ref, out_ref, words_vmem):
+def _backward_kernel(factor_ref, grad_ref, words_ref, out_ref, words_vmem, *, in_sublanes):
     # Lanes without a word keep whatever they hold; no element asks for them.
-    words_vmem[:, : words_ref.shape[1]] = words_ref[...]
+    if in_sublanes:
+        for first in range(0, words_vmem.shape[0], LANES):
+            rows, padding = slice(first, first + LANES), ((0, LANES - words_ref.shape[0]), (0, 0))
+            words_vmem[rows, :] = jnp.pad(words_ref[:, rows], padding).T
+    else:
+        words_vmem[:, : words_ref.shape[1]] = words_ref[...]
     for first in range(0, words_vmem.shape[1], LANES):
         words = words_vmem[:, first : first + LANES]
         _select_from(words, slice(None), first, grad_ref, out_ref, factor_ref[0])
@@ -123,10 +132,12 @@ class Blocks(NamedTuple):
     Attributes:
       counts: of blocks along rows and columns.
       places: of a block's words.
+      in_sublanes: whether the words of a row lie in sublanes of HBM, where XLA stores them if they fill few lanes.
     """
 
     counts: tuple[int, int]
     places: Places
+    in_sublanes: bool
 
     @property
     def rows(self):
@@ -137,6 +148,10 @@ class Blocks(NamedTuple):
     def drawn_words(self):
         """Words of a block as they are drawn."""
         return self.places.groups * self.places.rows, LANES
+
+    def stored(self, words):
+        """Returns words of rows in the order in which they lie in HBM, or the reverse."""
+        return words.T if self.in_sublanes else words
 
     @property
     def words_in_rows(self):
@@ -150,9 +165,12 @@ class Blocks(NamedTuple):
         def row_and_column(*indices):
             return lax.div(block_of(*indices), columns), lax.rem(block_of(*indices), columns)
 
+        words_spec = pl.BlockSpec((self.rows, words), row_and_column)
+        if self.in_sublanes:
+            words_spec = pl.BlockSpec((words, self.rows), lambda *indices: (0, block_of(*indices)))
         return (
             pl.BlockSpec((self.rows, words * WORD_BITS), row_and_column),
-            pl.BlockSpec((self.rows, words), row_and_column),
+            words_spec,
             pl.BlockSpec((self.rows, 3), lambda *indices: (lax.div(block_of(*indices), columns), 0)),
         )
 
@@ -163,42 +181,37 @@ def blocks_of(rows, columns, block_elements):
     The lanes of a register may hold the end of one row's words and the beginning of another's.
     """
     words = columns // WORD_BITS
+    in_sublanes = words < LANES <= rows and stored_order((rows, words)) == (1, 0)
+
+    def groups_of(bands):
+        return pl.cdiv(bands * words, LANES)
+
+    def most_rows(bands):
+        return min(_MAX_BAND_ROWS, _MAX_REGISTERS * SUBLANES // groups_of(bands))
+
+    def unit(bands):
+        """Returns what the rows of a band are a multiple of: words in sublanes need blocks of whole lanes of rows."""
+        return max(_BAND_ROWS, LANES // math.gcd(bands, LANES)) if in_sublanes else _BAND_ROWS
+
     most = max(1, min(_MAX_BANDS, rows // _BAND_ROWS, block_elements // (_BAND_ROWS * columns)))
-    bands = min(range(1, most + 1), key=lambda bands: (round_up(bands * words, LANES) / bands, bands))
+    possible = [bands for bands in range(1, most + 1) if bands == 1 or unit(bands) <= most_rows(bands)]
+    bands = min(possible, key=lambda bands: (round_up(bands * words, LANES) / bands, bands))
     if round_up(bands * words, LANES) / bands >= round_up(words, LANES) and words > LANES:
         bands, words = 1, LANES
-    groups = pl.cdiv(bands * words, LANES)
-    most_rows = min(_MAX_BAND_ROWS, _MAX_REGISTERS * SUBLANES // groups)
-    wanted = min(block_elements // (bands * words * WORD_BITS), rows // bands, most_rows)
-    band_rows = max(_BAND_ROWS, wanted // _BAND_ROWS * _BAND_ROWS)
+    wanted = min(block_elements // (bands * words * WORD_BITS), rows // bands, most_rows(bands))
+    band_rows = max(unit(bands), wanted // unit(bands) * unit(bands))
     if bands == 1:
         band_rows = min(rows, band_rows)
     counts = pl.cdiv(rows, bands * band_rows), pl.cdiv(columns, words * WORD_BITS)
-    return Blocks(counts, Places(bands, band_rows, words))
-
-
-def _launch(kernel, name, scratch, grid, in_specs, out_specs, results, flops, interpret, operands):
-    from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
-
-    return pl.pallas_call(
-        kernel,
-        name=name,
-        grid=grid,
-        # The scalar core reads scalars from SMEM.
-        in_specs=[*[pl.BlockSpec(memory_space=pltpu.SMEM)] * (len(operands) - len(in_specs)), *in_specs],
-        out_specs=out_specs,
-        out_shape=results,
-        scratch_shapes=[pltpu.VMEM(scratch, jnp.uint32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) if len(grid) == 1 else ("parallel", "arbitrary")
-        ),
-        cost_estimate=streaming_cost((*operands, *results), results[0].size, flops=flops),
-        interpret=interpret,
-    )(*operands)
+    return Blocks(counts, Places(bands, band_rows, words), in_sublanes)
 
 
 def run(streams, x, keep, *, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
+    scalars = threshold(keep[:1]), keep[1:]
+    view = dropout_columns.view_of(x.shape)
+    if view is not None:
+        return dropout_columns.run(view, streams, x, scalars, config["block_elements"], interpret)
     rows, columns = _rows(x)
     blocks = blocks_of(rows, columns, config["block_elements"])
     count = math.prod(blocks.counts)
@@ -208,26 +221,30 @@ def run(streams, x, keep, *, config, interpret=False):
     taken, taken_words, _ = blocks.specs(lambda core, step: core * steps + jnp.maximum(step - 1, 0))
     results = [
         jax.ShapeDtypeStruct((rows, columns), x.dtype),
-        jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32),
+        jax.eval_shape(blocks.stored, jax.ShapeDtypeStruct((rows, columns // WORD_BITS), jnp.uint32)),
     ]
-    operands = threshold(keep[:1]), keep[1:], streams.reshape(rows, 3), x.reshape(rows, columns)
-    kernel = functools.partial(_kernel, places=blocks.places, column_blocks=blocks.counts[1])
-    ins, outs, flops = [drawn, taken], [taken, taken_words], _DRAW_FLOPS + _SELECT_FLOPS
-    scratch, grid = blocks.drawn_words, (cores, steps + 1)
-    y, words = _launch(kernel, "dropout", scratch, grid, ins, outs, results, flops, interpret, operands)
-    return y.reshape(x.shape), words.reshape(*x.shape[:-1], columns // WORD_BITS)
+    operands = *scalars, streams.reshape(rows, 3), x.reshape(rows, columns)
+    kernel = functools.partial(_kernel, blocks=blocks)
+    ins, outs, grid = [drawn, taken], [taken, taken_words], (cores, steps + 1)
+    scratch = [blocks.drawn_words, *[blocks.words_in_rows] * blocks.in_sublanes]
+    y, words = launch(kernel, "dropout", grid, ins, outs, results, interpret, operands, scratch=scratch)
+    return y.reshape(x.shape), blocks.stored(words).reshape(*x.shape[:-1], columns // WORD_BITS)
 
 
 def run_backward(grad, words, keep, *, config, interpret=False):
     """Launches the kernel of the gradient; see `pallas_kernels.kernel.Kernel.run`."""
+    view = dropout_columns.view_of(grad.shape)
+    if view is not None:
+        return dropout_columns.run_backward(view, grad, words, keep[1:], config["block_elements"], interpret)
     rows, columns = _rows(grad)
     blocks = blocks_of(rows, columns, config["block_elements"])
     elements, words_spec, _ = blocks.specs(lambda block: block)
     results = [jax.ShapeDtypeStruct((rows, columns), grad.dtype)]
-    operands = keep[1:], grad.reshape(rows, columns), words.reshape(rows, columns // WORD_BITS)
+    operands = keep[1:], grad.reshape(rows, columns), blocks.stored(words.reshape(rows, columns // WORD_BITS))
+    kernel = functools.partial(_backward_kernel, in_sublanes=blocks.in_sublanes)
     ins, name, grid = [elements, words_spec], "dropout_backward", (math.prod(blocks.counts),)
-    scratch, flops = blocks.words_in_rows, _SELECT_FLOPS
-    (out,) = _launch(_backward_kernel, name, scratch, grid, ins, [elements], results, flops, interpret, operands)
+    scratch = [blocks.words_in_rows]
+    (out,) = launch(kernel, name, grid, ins, [elements], results, interpret, operands, scratch=scratch)
     return (out.reshape(grad.shape),)
 
 
@@ -282,9 +299,11 @@ def kind_in(hardware, x) -> Kind:
 def _kind_of(x) -> Kind:
     rows, columns = _rows(x)
     lanes = "whole lanes" if columns % LANES == 0 else "part of the lanes"
+    in_sublanes = dropout_columns.view_of(x.shape) is not None
     # XLA stores an array of its own so, where the lanes of rows would pad more, and copies it for the kernel.
-    copied = ["columns first"] * (stored_order(x.shape)[-1] != len(x.shape) - 1 if len(x.shape) > 1 else False)
-    return Kind(", ".join((dtype_names(x), lanes, *copied)), (rows, columns))
+    copied = ["copied"] * (not in_sublanes and len(x.shape) > 1 and stored_order(x.shape)[-1] != len(x.shape) - 1)
+    places = "columns in sublanes" if in_sublanes else lanes
+    return Kind(", ".join((dtype_names(x), places, *copied)), (rows, columns))
 
 
 KERNEL = Kernel(name="mosaic_tpu", platform="tpu", run=run, refuses=refuses, configs=configs, kind=kind)

@@ -127,8 +127,12 @@ def refuses(hardware, grad, indices, *, num_weights, **_) -> str | None:
         return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; grad is {jnp.dtype(grad.dtype).name}"
     if 0 in (*grad.shape, num_weights):
         return f"there is nothing to sum; grad is {list(grad.shape)}"
-    if not configs(hardware, grad, indices, num_weights=num_weights):
+    offered = configs(hardware, grad, indices, num_weights=num_weights)
+    if not offered:
         return f"where the rows of {num_weights} ids begin does not fit the memory for scalars"
+    is_float32, is_resident = jnp.dtype(grad.dtype) == jnp.float32, offered[0]["resident"]
+    if is_float32 and not is_resident and kind_is_copied(hardware, grad.dtype, num_weights, grad.shape[-1], 0):
+        return f"XLA stores tables of width {grad.shape[-1]} by columns, and would copy what the kernel writes"
     return None
 
 

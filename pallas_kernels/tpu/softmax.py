@@ -1,8 +1,8 @@
-"""Softmax on TPU: groups that fit into VMEM are read once and written once; longer groups are read twice.
+"""Softmax on TPU: whole groups come to VMEM, so that each is read once and written once.
 
-A group that fits is normalized at once. A longer one passes through VMEM twice: first its maximum and sum are found
-block by block, where a new maximum rescales the earlier sum, and then it is normalized. Groups lie along lanes, along
-sublanes or across tiles, as XLA stores them, so that nothing is transposed.
+A block of short groups is normalized at once. Longer groups pass through the registers twice, piece by piece: first
+their maximum and sum are found, where a new maximum rescales the earlier sum, and then they are normalized. Groups lie
+along lanes, along sublanes or across tiles, as XLA stores them, so that nothing is transposed.
 """
 
 import functools
@@ -21,10 +21,11 @@ from pallas_kernels.tpu.streaming_cost import streaming_cost
 _DTYPES = ("float32", "bfloat16")
 _MIB = 2**20
 _DEFAULT_LIMIT_BYTES = 16 * _MIB  # what XLA grants a kernel that asks for nothing
-# With float32, the largest takes 2**20 * (2 * 3 * 4 + 4 * 4) bytes = 40 MiB in the backward kernel, and 50 MiB with the
-# quarter that `launch` adds. TPUs have 64 MiB or more.
+_SMALLEST_VMEM_BYTES, _MOST_VMEM = 64 * _MIB, 0.9
 _BLOCK_ELEMENTS = (2**18, 2**19, 2**20)
-_WIDEST = 512  # columns of a block if groups do not lie along lanes: more leave room for fewer elements of a group
+_ONE_PIECE = 2**20  # elements of the largest block that is normalized at once
+_PIECE_ELEMENTS = 2**18  # of the others' pieces
+_WIDEST = 512  # columns of a block if groups lie across tiles
 
 
 class Blocks(NamedTuple):
@@ -39,43 +40,60 @@ class Blocks(NamedTuple):
     block: tuple[int, ...]
 
     @property
-    def steps(self) -> int:
-        """The number of blocks of a group."""
-        return pl.cdiv(self.view.size, self.block[self.view.axis])
-
-    @property
     def grid(self) -> tuple[int, ...]:
-        """Blocks along the four other axes, then phases, then blocks of a group, which pass once in each phase."""
+        """Blocks along the four axes other than the groups'."""
         counts = [pl.cdiv(size, block) for size, block in zip(self.view.shape, self.block, strict=True)]
         del counts[self.view.axis]
-        return *counts, 1 if self.steps == 1 else 2, self.steps
+        return tuple(counts)
 
     @property
-    def statistics_shape(self) -> tuple[int, ...]:
-        """The shape of one statistic of each of a block's groups."""
-        return tuple(1 if axis == self.view.axis else size for axis, size in enumerate(self.block))
+    def elements(self) -> int:
+        """The elements of a block in tiles."""
+        return _padded(self.block, (1, 1, 1, SUBLANES, LANES))
 
-    def spec(self, always: bool) -> pl.BlockSpec:
-        """Returns the view's blocks; unless `always`, the first phase has only the block where the second begins."""
+    @property
+    def piece(self) -> int:
+        """The elements of a group that are taken at once."""
+        if self.elements <= _ONE_PIECE:
+            return self.view.size
+        multiple = {4: LANES, 3: 2 * SUBLANES, 1: 1}[self.view.axis]
+        return max(1, _PIECE_ELEMENTS * self.view.size // self.elements // multiple) * multiple
 
-        def index(*position):
-            *others, phase, step = position
-            others.insert(self.view.axis, step if always or self.steps == 1 else step * phase)
-            return tuple(others)
+    def spec(self) -> pl.BlockSpec:
+        """Returns the view's blocks."""
+
+        def index(*others):
+            return *others[: self.view.axis], 0, *others[self.view.axis :]
 
         return pl.BlockSpec(self.block, index)
 
-    def valid(self, values, step, fill):
-        """Returns the values of this step's block, with `fill` beyond the end of their groups."""
-        size = self.block[self.view.axis]
-        if self.view.size % size == 0:
-            return values
-        position = jax.lax.broadcasted_iota(jnp.int32, values.shape, self.view.axis)
-        return jnp.where(position < self.view.size - step * size, values, fill)
+    def vmem_bytes(self, dtypes) -> int:
+        """Counts the VMEM of arrays of these dtypes, two buffers each, and of four float32 values of a piece."""
+        # The pipeline copies a block while the body works on another. The four are such as the upcast piece, shifted
+        # values and exponentials.
+        piece = self.elements * self.piece // self.view.size
+        return self.elements * 2 * sum(jnp.dtype(dtype).itemsize for dtype in dtypes) + piece * 4 * 4
+
+    def fold(self, function, carry):
+        """Folds a function of a piece's place in a block, and of what came before, over the pieces."""
+        pieces, rest = divmod(self.view.size, self.piece)
+
+        def place(start, length):
+            return *[slice(None)] * self.view.axis, pl.ds(start, length)
+
+        carry = jax.lax.fori_loop(
+            0, pieces, lambda i, so_far: function(place(i * self.piece, self.piece), so_far), carry
+        )
+        return function(place(pieces * self.piece, rest), carry) if rest else carry
 
     def sum(self, values):
-        """Sums over each group in this step's block."""
+        """Sums over each group."""
         return jnp.sum(values, self.view.axis, keepdims=True)
+
+    def statistic(self, value):
+        """Returns a statistic of this value for each group."""
+        shape = tuple(1 if axis == self.view.axis else size for axis, size in enumerate(self.block))
+        return jnp.full(shape, value, jnp.float32)
 
 
 def view_of(groups, shape):
@@ -97,14 +115,15 @@ def view_of(groups, shape):
 
 
 def blocks_of(view, dtypes, block_elements):
-    """Cuts blocks of at most `block_elements` padded elements, with whole groups if they fit."""
+    """Cuts blocks of whole groups: as few as tiles allow, or more, of at most `block_elements` padded elements."""
     multiples = (1, 1, 1, 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes), LANES)
-    # The group's own axis grows first, so that a group is read once if possible; then the minor axes.
     block = list(map(min, view.shape, multiples))
-    for axis in (view.axis, 4, 3, 2, 1, 0):
+    block[view.axis] = view.size
+    # The minor axes grow first.
+    for axis in sorted({0, 1, 2, 3, 4} - {view.axis}, reverse=True):
         size, multiple = view.shape[axis], multiples[axis]
         most = block_elements // (_padded(block, multiples) // round_up(block[axis], multiple))
-        if axis == 4 and view.axis != 4:
+        if axis == 4 and view.axis == 1:
             most = min(most, _WIDEST)
         block[axis] = size if size <= most else max(block[axis], most // multiple * multiple)
     return Blocks(view, tuple(block))
@@ -122,27 +141,23 @@ def _whole_kernel(x_ref, y_ref, *, blocks, log):
     y_ref[...] = (shifted - jnp.log(total) if log else exponentials / total).astype(y_ref.dtype)
 
 
-def _kernel(x_ref, y_ref, maximum_ref, total_ref, *, blocks, log):
-    phase, step = pl.program_id(4), pl.program_id(5)
-    x = blocks.valid(x_ref[...].astype(jnp.float32), step, -jnp.inf)
-
-    @pl.when((phase == 0) & (step == 0))
-    def _():
-        maximum_ref[...] = jnp.full(maximum_ref.shape, -jnp.inf, jnp.float32)
-        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-
-    @pl.when(phase == 0)
-    def _():
-        old = maximum_ref[...]
+def _kernel(x_ref, y_ref, *, blocks, log):
+    def merged(place, so_far):
+        old, total = so_far
+        x = x_ref[place].astype(jnp.float32)
         new = jnp.maximum(old, jnp.max(x, blocks.view.axis, keepdims=True))
         shift = _finite(new)
-        total_ref[...] = total_ref[...] * jnp.exp(old - shift) + blocks.sum(jnp.exp(x - shift))
-        maximum_ref[...] = new
+        return new, total * jnp.exp(old - shift) + blocks.sum(jnp.exp(x - shift))
 
-    @pl.when(phase == 1)
-    def _():
-        shifted, total = x - _finite(maximum_ref[...]), total_ref[...]
-        y_ref[...] = (shifted - jnp.log(total) if log else jnp.exp(shifted) / total).astype(y_ref.dtype)
+    maximum, total = blocks.fold(merged, (blocks.statistic(-jnp.inf), blocks.statistic(0.0)))
+    shift, taken_away, factor = _finite(maximum), jnp.log(total), 1 / total
+
+    def normalize(place, carry):
+        shifted = x_ref[place].astype(jnp.float32) - shift
+        y_ref[place] = (shifted - taken_away if log else jnp.exp(shifted) * factor).astype(y_ref.dtype)
+        return carry
+
+    blocks.fold(normalize, 0)
 
 
 def _finite(maximum):
@@ -153,40 +168,37 @@ def _finite(maximum):
 def run(x, *, log, groups, config, interpret=False):
     """Launches the kernel; see `pallas_kernels.kernel.Kernel.run`."""
     blocks = blocks_of(view_of(groups, x.shape), [x.dtype], config["block_elements"])
-    body = _whole_kernel if blocks.steps == 1 else _kernel
-    return (launch(functools.partial(body, blocks=blocks, log=log), "softmax", blocks, [x], 2, interpret),)
+    body = _whole_kernel if blocks.piece == blocks.view.size else _kernel
+    return (launch(functools.partial(body, blocks=blocks, log=log), "softmax", blocks, [x], interpret),)
 
 
-def launch(body, name, blocks, operands, statistics, interpret):
-    """Runs a body over the blocks; its refs are the operands, a result like the last one, and scratch statistics."""
+def launch(body, name, blocks, operands, interpret):
+    """Runs a body over the blocks; its refs are the operands and a result like the last one."""
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
     result = jax.ShapeDtypeStruct(blocks.view.shape, operands[-1].dtype)
     arrays = [*operands, result]
-    elements = _padded(blocks.block, (1, 1, 1, SUBLANES, LANES))
-    # VMEM: a block of each operand and of the result, two buffers each, as the pipeline copies one while the body works
-    # on the other; and four float32 values of that size, such as the upcast block, shifted values and exponentials.
-    vmem_bytes = elements * (2 * sum(array.dtype.itemsize for array in arrays) + 4 * 4)
     y = pl.pallas_call(
         body,
         name=name,
         grid=blocks.grid,
-        in_specs=[blocks.spec(True)] * len(operands),
-        out_specs=blocks.spec(False),
+        in_specs=[blocks.spec()] * len(operands),
+        out_specs=blocks.spec(),
         out_shape=result,
-        # Statistics outlive a block only if a group has several.
-        scratch_shapes=[pltpu.VMEM(blocks.statistics_shape, jnp.float32)] * (statistics if blocks.steps > 1 else 0),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4 + ("arbitrary",) * 2,
-            vmem_limit_bytes=max(_DEFAULT_LIMIT_BYTES, vmem_bytes + vmem_bytes // 4),
+            dimension_semantics=("parallel",) * 4,
+            vmem_limit_bytes=_vmem_limit(blocks, [array.dtype for array in arrays]),
         ),
         # Per element: the maximum, a difference, an exponential, the sum and a quotient, and less for the gradient.
-        cost_estimate=streaming_cost(
-            (*operands * min(blocks.steps, 2), result), result.size, flops=5, transcendentals=1
-        ),
+        cost_estimate=streaming_cost(arrays, result.size, flops=5, transcendentals=1),
         interpret=interpret,
     )(*map(blocks.view.to_view, operands))
     return blocks.view.from_view(y, operands[-1].shape)
+
+
+def _vmem_limit(blocks, dtypes) -> int:
+    vmem_bytes = blocks.vmem_bytes(dtypes)
+    return max(_DEFAULT_LIMIT_BYTES, vmem_bytes + min(vmem_bytes // 4, 4 * _MIB))
 
 
 def refuses(hardware, *operands, log, groups) -> str | None:
@@ -195,23 +207,30 @@ def refuses(hardware, *operands, log, groups) -> str | None:
         dtype = jnp.dtype(operand.dtype).name
         if dtype not in _DTYPES:
             return f"Mosaic TPU computes on {' and '.join(_DTYPES)}; an operand is {dtype}"
-    return refusal(operands[-1])
+    reason = refusal(operands[-1])
+    if reason is not None:
+        return reason
+    view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
+    needed = _vmem_limit(blocks_of(view, dtypes, 0), [*dtypes, dtypes[-1]])
+    most = int(_MOST_VMEM * (hardware.on_chip_bytes or _SMALLEST_VMEM_BYTES))
+    if needed > most:
+        return f"groups of {view.size} elements need {needed} bytes of VMEM, and the kernel may take {most}"
+    return None
 
 
 def configs(hardware, *operands, log, groups):
     """Lists block sizes worth trying; see `pallas_kernels.kernel.Kernel.configs`."""
     view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
-    # First the smallest size that reads each group once, if there is one.
-    once = [size for size in _BLOCK_ELEMENTS if blocks_of(view, dtypes, size).steps == 1]
-    rest = [size for size in _BLOCK_ELEMENTS if size not in once[:1]]
-    return [{"block_elements": size} for size in (*once[:1], *rest)]
+    # Those that make other blocks than the ones before them.
+    sizes = {blocks_of(view, dtypes, size).block: size for size in reversed(_BLOCK_ELEMENTS)}
+    return [{"block_elements": size} for size in sorted(sizes.values())]
 
 
 def kind(hardware, *operands, log, groups) -> Kind:
     """Returns what makes cases alike; see `pallas_kernels.kernel.Kernel.kind`."""
-    view = view_of(groups, operands[-1].shape)
+    view, dtypes = view_of(groups, operands[-1].shape), [operand.dtype for operand in operands]
     (config, *_) = configs(hardware, *operands, log=log, groups=groups)
-    steps = blocks_of(view, [operand.dtype for operand in operands], config["block_elements"]).steps
+    blocks = blocks_of(view, dtypes, config["block_elements"])
     outer, planes, between, rows, columns = view.shape
     place, sizes = {
         4: ("lanes", (outer * planes * between * rows, columns)),
@@ -219,9 +238,9 @@ def kind(hardware, *operands, log, groups) -> Kind:
         1: ("planes", (outer, planes, between * rows, columns)),
     }[view.axis]
     given = "last axis" if groups.behind == (0,) else "other axes"
-    words = dtype_names(*operands), *["log"] * log, given, f"along {place}", "read once" if steps == 1 else "read twice"
-    # By replays, an element of such a group takes the kernel more time than one of a longer group, as blocks are no
-    # wider then, and XLA's own program less.
+    how = "at once" if blocks.piece == view.size else "in pieces"
+    words = dtype_names(*operands), *["log"] * log, given, f"along {place}", how
+    # By replays, an element of such a group takes XLA's own program less time than one of a longer group.
     short = ["short"] * (view.axis == 3 and rows <= LANES)
     return Kind(", ".join((*words, *short)), sizes)
 

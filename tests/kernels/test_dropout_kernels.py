@@ -22,6 +22,7 @@ from pallas_kernels.dropout_mask import RESOLUTION_BITS, decisive_digits, digit_
 from pallas_kernels.gpu import dropout as gpu_dropout
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.tpu import dropout as tpu_dropout
+from pallas_kernels.tpu import dropout_columns
 from pallas_kernels.tpu.dropout_words import decide_some
 
 pytestmark = pytest.mark.emulated
@@ -122,16 +123,53 @@ def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng
     config = {"block_elements": 5 * 16 * 32 * words}
     blocks = tpu_dropout.blocks_of(90, 32 * words, **config)
     assert (blocks.counts, blocks.places) == ((2, 1), (5, 16, words))
-    x = jnp.asarray(rng.normal(size=(90, 32 * words)), BF16)
-    interpret = pltpu.InterpretParams(detect_races=True)
-    run = jax.jit(functools.partial(tpu_dropout.run, config=config, interpret=interpret))
     begins = words % 128 * (np.arange(90) // 16 % 5) % 128
-    options = {"in_each_way": emulated, "begins": begins, "lane": words // 128 * 128 + 30}
-    for rate, streams, mask in draws_of(0.1, x.shape, **options):
-        y, drawn = run(streams, x, make_keep(rate))
-        np.testing.assert_array_equal(drawn, oracle.packed(mask))
-        np.testing.assert_array_equal(y, expected(x, mask, rate))
+    options = {"in_each_way": emulated and words == 50, "begins": begins, "lane": words // 128 * 128 + 30}
+    assert_draws((90, 32 * words), BF16, config, rng, **options)
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 250, 288), BF16), ((128, 1312), F32)], ids=str)
+def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, rng, capfd, emulated):
+    """Of two images, in words that do not fill registers; in two blocks of columns, the last one shorter."""
+    assert dropout_columns.view_of(shape) is not None
+    assert_draws(shape, dtype, {"block_elements": 8192}, rng, in_each_way=emulated and dtype == F32)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd):
+    """Each block has 128 rows, of which four bands lie beside each other in a register; the last one has 44."""
+    config, shape = {"block_elements": 2**17}, (300, 1024)
+    blocks = tpu_dropout.blocks_of(*shape, **config)
+    assert (blocks.counts, blocks.places, blocks.in_sublanes) == ((3, 1), (4, 32, 32), True)
+    assert_draws(shape, BF16, config, rng, in_each_way=False)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def assert_draws(shape, dtype, config, rng, **options):
+    """Asserts that a TPU's kernels draw a mask, and keep and scale what it says both ways."""
+    parameters = {"config": config, "interpret": pltpu.InterpretParams(detect_races=True)}
+    run, back = (jax.jit(functools.partial(fn, **parameters)) for fn in (tpu_dropout.run, tpu_dropout.run_backward))
+    x = jnp.asarray(rng.normal(size=shape), dtype)
+    for rate, streams, mask in draws_of(0.1, shape, **options):
+        y, words = run(streams, x, make_keep(rate))
+        np.testing.assert_array_equal(words, oracle.packed(mask))
+        np.testing.assert_array_equal(y, expected(x, mask, rate))
+    (dx,) = back(jnp.where(mask, x, jnp.nan), words, make_keep(rate))
+    np.testing.assert_array_equal(dx, expected(x, mask, rate))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored"), [((8192, 544), (1, 544, 8192)), ((8, 1024, 544), (8, 544, 1024)), ((8192, 512), None)]
+)
+def test_dropout_tpu_kernel_takes_columns_as_they_lie(shape, stored):
+    """XLA stores 544 columns in sublanes, where 128 lanes would pad them by a fifth; 512 fill four times the lanes."""
+    view = dropout_columns.view_of(shape)
+    x = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
+    assert (view and view.taken(x).shape) == stored
+    if view is not None:
+        np.testing.assert_array_equal(view.taken(x)[0, 5, :3], np.arange(3) * shape[-1] + 5)
+        np.testing.assert_array_equal(view.given_back(view.taken(x), shape), x)
 
 
 @pytest.mark.parametrize("columns", [5120, 11008, 14336])

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lowering
 from jaxops import embedding
+from lowering.targets import named
 from pallas_kernels._jax_private import interpret_gpu_params
 from pallas_kernels.gpu import embedding as gpu
 from pallas_kernels.hardware import Hardware
@@ -184,6 +185,10 @@ def test_embedding_kernels_refuse_what_they_cannot_run():
     assert "grad is float16" in reason(tpu, v5e, dtype="float16")
     assert "grad is [4, 0]" in reason(tpu, v5e, shape=(4, 0))
     assert "rows of 20000000 ids" in reason(tpu, v5e, shape=(8, 16384), num_weights=20_000_000)
+    v5e, columns = named("tpu-v5e"), "XLA stores tables of width 2123 by columns"
+    assert columns in reason(tpu, v5e, shape=(26510, 2123), num_weights=39605)
+    for shape, dtype in (((26510, 2123), "bfloat16"), ((26510, 2176), "float32"), ((2000, 2123), "float32")):
+        assert reason(tpu, v5e, shape=shape, dtype=dtype, num_weights=39605) is None
 
 
 @pytest.mark.parametrize("name", KERNELS)
