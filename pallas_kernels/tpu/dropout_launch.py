@@ -1,5 +1,7 @@
 """The launch of a kernel of dropout on TPU."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -19,8 +21,8 @@ def launch(kernel, name, grid, in_specs, out_specs, results, interpret, operands
     """
     from jax.experimental.pallas import tpu as pltpu  # here, because only lowering for a TPU needs its 0.2 s
 
-    semantics = ("parallel",) * len(grid)
     draws = len(results) > 1
+    semantics: Any = ("parallel", "arbitrary") if draws and scratch else ("parallel",) * len(grid)
     return pl.pallas_call(
         kernel,
         name=name,
@@ -30,9 +32,7 @@ def launch(kernel, name, grid, in_specs, out_specs, results, interpret, operands
         out_specs=out_specs,
         out_shape=results,
         scratch_shapes=[pltpu.VMEM(shape, jnp.uint32) for shape in scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(*semantics[1:], "arbitrary") if draws and scratch else semantics
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=streaming_cost((*operands, *results), results[0].size, flops=draws * _DRAW_FLOPS + _SELECT_FLOPS),
         interpret=interpret,
     )(*operands)

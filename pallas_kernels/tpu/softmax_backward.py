@@ -19,13 +19,15 @@ def _whole_kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
 
 
 def _kernel(y_ref, grad_ref, dx_ref, *, blocks, log):
-    def parts(place):
-        return y_ref[place].astype(jnp.float32), grad_ref[place].astype(jnp.float32)
+    def add(place, total):
+        y, grad = y_ref[place].astype(jnp.float32), grad_ref[place].astype(jnp.float32)
+        return total + blocks.sum(_term(y, grad, log))
 
-    total = blocks.fold(lambda place, total: total + blocks.sum(_term(*parts(place), log)), blocks.statistic(0.0))
+    total = blocks.fold(add, blocks.statistic(0.0))
 
     def write(place, carry):
-        dx_ref[place] = _gradient(*parts(place), total, log).astype(dx_ref.dtype)
+        y, grad = y_ref[place].astype(jnp.float32), grad_ref[place].astype(jnp.float32)
+        dx_ref[place] = _gradient(y, grad, total, log).astype(dx_ref.dtype)
         return carry
 
     blocks.fold(write, 0)
