@@ -114,35 +114,39 @@ def test_dropout_draws_only_the_digits_that_decide(keep, count):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [50, 179])
-def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, rng, capfd, emulated):
+@pytest.mark.parametrize(("words", "bands"), [(50, 5), (192, 2)])
+def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, bands, rng, capfd, emulated):
     """Five rows of 50 words fill 250 lanes of 256; the third begins in one register and ends in another.
 
-    Of those of 179 words the first 128 fill a register each, and the last 51 do as the 50.
+    Of those of 192 words the first 128 fill a register each, and the last 64 of two rows share one.
     """
-    config = {"block_elements": 5 * 16 * 32 * words}
-    blocks = tpu_dropout.blocks_of(90, 32 * words, **config)
-    assert (blocks.counts, blocks.places) == ((2, 1), (5, 16, words))
-    begins = words % 128 * (np.arange(90) // 16 % 5) % 128
-    options = {"in_each_way": emulated and words == 50, "begins": begins, "lane": words // 128 * 128 + 30}
-    assert_draws((90, 32 * words), BF16, config, rng, **options)
+    config, rows = {"block_elements": bands * 16 * 32 * words}, bands * 16 + 10
+    blocks = tpu_dropout.blocks_of(rows, 32 * words, **config)
+    assert (blocks.counts, blocks.places) == ((2, 1), (bands, 16, words))
+    begins = words % 128 * (np.arange(rows) // 16 % bands) % 128
+    options = {"in_each_way": emulated, "begins": begins, "lane": words // 128 * 128 + 30}
+    assert_draws((rows, 32 * words), BF16, config, rng, **options)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 250, 288), BF16), ((128, 1312), F32)], ids=str)
-def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, rng, capfd, emulated):
+@pytest.mark.parametrize(("shape", "dtype", "groups"), [((2, 400, 288), BF16, 4), ((384, 1312), F32, 3)], ids=str)
+def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, groups, rng, capfd, emulated):
     """Of two images, in words that do not fill registers; in two blocks of columns, the last one shorter."""
-    assert dropout_columns.view_of(shape) is not None
-    assert_draws(shape, dtype, {"block_elements": 8192}, rng, in_each_way=emulated and dtype == F32)
+    words = min(shape[-1] // 32, 24)
+    config = {"block_elements": groups * words * 32 * 128}
+    blocks = dropout_columns.blocks_of(dropout_columns.view_of(shape), shape[-1], **config)
+    assert blocks == (words, groups)
+    begins = np.arange(shape[-2]) // 128 * words % 8  # the sublane in which the words of a group of rows begin
+    assert_draws(shape, dtype, config, rng, in_each_way=emulated, begins=begins - 8 * (begins > 0))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd):
-    """Each block has 128 rows, of which four bands lie beside each other in a register; the last one has 44."""
-    config, shape = {"block_elements": 2**17}, (300, 1024)
+def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd, emulated):
+    """Each block has 128 rows, of which four bands lie beside each other in a register; the last one has 72."""
+    config, shape = {"block_elements": 2**17}, (200, 1024)
     blocks = tpu_dropout.blocks_of(*shape, **config)
-    assert (blocks.counts, blocks.places, blocks.in_sublanes) == ((3, 1), (4, 32, 32), True)
-    assert_draws(shape, BF16, config, rng, in_each_way=False)
+    assert (blocks.counts, blocks.places, blocks.in_sublanes) == ((2, 1), (4, 32, 32), True)
+    assert_draws(shape, BF16, config, rng, in_each_way=emulated)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
