@@ -22,12 +22,12 @@ _MOST_WORDS = 40  # of a row in a block; with more, blocks have fewer rows, and 
 
 
 class View(NamedTuple):
-    """An array as the kernel takes it: (images, columns, rows), of which `order` brings the axes there.
+    """The axes of an array in the order in which XLA stores them, merged into (images, columns, rows).
 
     Attributes:
-      order: of the array's axes, as XLA stores them.
-      images: the product of all axes before the last two.
-      rows: the size of the last axis.
+      order: the array's axes in that order; columns, its own last axis, come second to last.
+      images: the product of all axes before columns and rows.
+      rows: the size of the axis that is stored last.
     """
 
     order: tuple[int, ...]
@@ -35,7 +35,7 @@ class View(NamedTuple):
     rows: int
 
     def taken(self, x):
-        """Returns an array with these leading axes as (images, what it has of columns, rows)."""
+        """Returns an array as (images, n, rows): it has these leading axes, and n elements on the last one."""
         return x.transpose(self.order).reshape(self.images, x.shape[-1], self.rows)
 
     def given_back(self, x, shape):

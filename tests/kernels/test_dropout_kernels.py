@@ -131,7 +131,7 @@ def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, ban
 
 @pytest.mark.parametrize(("shape", "dtype", "groups"), [((2, 400, 288), BF16, 4), ((384, 1312), F32, 3)], ids=str)
 def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, groups, rng, capfd, emulated):
-    """Of two images, in words that do not fill registers; in two blocks of columns, the last one shorter."""
+    """The first case has two images, and words that do not fill registers; the second has a shorter last block."""
     words = min(shape[-1] // 32, 24)
     config = {"block_elements": groups * words * 32 * 128}
     blocks = dropout_columns.blocks_of(dropout_columns.view_of(shape), shape[-1], **config)
@@ -142,7 +142,7 @@ def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, gro
 
 
 def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd, emulated):
-    """Each block has 128 rows, of which four bands lie beside each other in a register; the last one has 72."""
+    """Blocks have 128 rows, in four bands that lie side by side in a register. The last block has only 72 rows."""
     config, shape = {"block_elements": 2**17}, (200, 1024)
     blocks = tpu_dropout.blocks_of(*shape, **config)
     assert (blocks.counts, blocks.places, blocks.in_sublanes) == ((2, 1), (4, 32, 32), True)
@@ -151,7 +151,7 @@ def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd, em
 
 
 def assert_draws(shape, dtype, config, rng, **options):
-    """Asserts that a TPU's kernels draw a mask, and keep and scale what it says both ways."""
+    """Asserts that the kernels for TPUs draw the expected masks, and apply them forward and backward."""
     parameters = {"config": config, "interpret": pltpu.InterpretParams(detect_races=True)}
     run, back = (jax.jit(functools.partial(fn, **parameters)) for fn in (tpu_dropout.run, tpu_dropout.run_backward))
     x = jnp.asarray(rng.normal(size=shape), dtype)

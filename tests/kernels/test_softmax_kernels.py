@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Lets small groups pass through the registers of a TPU in pieces, as groups of a vocabulary do."""
+    """Makes the kernels for TPUs take small groups in pieces, as they take rows of a vocabulary."""
     monkeypatch.setattr(tpu, "_ONE_PIECE", 2048)
     monkeypatch.setattr(tpu, "_PIECE_ELEMENTS", 1024)
 
