@@ -29,7 +29,7 @@ INTERPRETERS = {
 }
 OF_SEVERAL_BLOCKS = frozenset(
     {
-        "test_softmax_kernels_agree_with_float64[tpu-channels-of-blocks]",
+        "test_softmax_kernels_agree_with_float64[tpu-channels-in-pieces]",
         "test_batch_norm_kernels_agree_with_float64[tpu-channels-first]",
         "test_batch_norm_kernels_on_tpu_agree_with_float64_whatever_vmem_keeps[rows-of-channels-none]",
         "test_local_response_norm_kernels_agree_with_float64[tpu-channels-in-sublanes]",
