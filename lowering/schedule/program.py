@@ -11,6 +11,7 @@ from lowering.schedule.data_hints import PROGRAM, DependsOnDataError, Given
 from lowering.schedule.dma import Dma, Hbm
 from lowering.schedule.kernel import HBM_LATENCY_CYCLES, KernelReplay, replay
 from lowering.schedule.machine import Machine
+from lowering.schedule.sparse_cores import bound
 from lowering.schedule.timeline import Recording, Timeline
 from lowering.tpu_core.bundles import Instruction
 from lowering.tpu_core.dumps import Dumps
@@ -38,9 +39,9 @@ class ProgramReplay:
     Attributes:
       called: what it calls, by the name of the instruction, in the order of the first calls.
       cycles: from its first bundle to its last.
-      stall_cycles: of the top-level program, which waits for copies that it has started.
-      copy_bytes: that it copies from or to HBM itself, while something else runs.
-      copy_count: of these copies.
+      stall_cycles: of the top-level program, which waits for copies that it has started, and for SparseCores.
+      copy_bytes: that it, or they, copy from or to HBM, while something else runs.
+      copy_count: of its own copies.
       unknown: what was not understood.
       recording: of the top-level program, if that was asked for.
     """
@@ -95,7 +96,18 @@ class _Program:
         if self._timeline is not None:
             result.recording = Recording(self._timeline, bundles, machine.issues(), trace.stalls)
         result.unknown.update(_gathered(trace.unknown), *(one.unknown for one in self._replays.values()))
+        self._bound_by_sparse_cores()
         return result
+
+    def _bound_by_sparse_cores(self) -> None:
+        """Lets the program take as long as it does at least with what SparseCores do."""
+        result = self.result
+        cycles_of = {name: called.cycles for name, called in result.called.items()}
+        least, waited, moved_bytes = bound(self._dumps, cycles_of, self._hbm_bytes_per_cycle)
+        result.copy_bytes += moved_bytes
+        if least > result.cycles:
+            result.stall_cycles += min(waited, least - result.cycles)
+            result.cycles = least
 
     def _call(self, number: int, now: float, instruction: Instruction, operands: Mapping[str, Any]) -> float:
         """Returns when what is called is done; parts of the runtime are taken to need no time."""

@@ -25,8 +25,9 @@ from lowering.tpu_core.dumps import KERNEL, Dumps
 from pallas_kernels.hardware import Hardware
 
 _CAVEAT = (
-    "Replayed from the compiler's schedule, not measured: host dispatch, throttling, strided DMAs, other chips and "
-    "SparseCores are not in it; what a program keeps in VMEM from one run to the next is taken to be there."
+    "Replayed from the compiler's schedule, not measured: host dispatch, throttling, strided DMAs and other chips are "
+    "not in it, of SparseCores only what they move; what a program keeps in VMEM from one run to the next is taken to "
+    "be there."
 )
 _OTHERS = "the rest"
 _LEAST_SHARE = 0.001  # of the program's time, for a row of the table

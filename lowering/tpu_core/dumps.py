@@ -18,6 +18,7 @@ KERNEL = "mosaic"
 _FILE = re.compile(r"\d+-(.*?)-\d+-packed-bundles-post-ra\.txt")
 _ORIGINAL = re.compile(r"\d+-(.*?)-\d+-original\.txt")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _BROKEN_LINE = re.compile(r'\n(?="|\}\})')  # in what a kernel's author says of it, as splash attention's does
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", re.MULTILINE)
 _PLAIN = r'(?:"(?:[^"\\]|\\.)*"|[^"{}])'  # text in quotes, or a character other than a bracket
@@ -25,6 +26,7 @@ _SAID_ELSEWHERE = re.compile(rf", (?:metadata|sharding|frontend_attributes)=\{{(
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # "{1}: (2, {}, may-alias)"; "{}: (0, ...)" for the only result
 _BORDER = re.compile(r"entry_computation_layout=\{\((.*?)\)->(.*?)\}(?=, \w+=|$)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERANDS = re.compile(r"[a-z][\w\-]*\(((?:%[\w.\-]+(?:, )?)*)\)")
 _OPCODE = re.compile(r"(\(.*?\)(?=\s)|\S+) ([a-z][\w\-]*)\(")
@@ -50,6 +52,7 @@ class HloInstruction:
       operator: that it is a part of, as `operators.operator_in` finds it; empty for none.
       type: of its result, such as "s32[8]{0:T(128)}"; in brackets for several.
       operands: the names of what it takes.
+      body: the name of the computation that it repeats, if it is a loop.
     """
 
     opcode: str
@@ -58,6 +61,7 @@ class HloInstruction:
     operator: str
     type: str = ""
     operands: tuple[str, ...] = ()
+    body: str = ""
 
 
 class Dumps:
@@ -65,6 +69,7 @@ class Dumps:
 
     Attributes:
       instructions: of the optimised program, by name.
+      computations: the names of the instructions of each, in the order in which they are scheduled; "" for the entry.
       aliases: the parameters whose memory results are put into, by the position of the result; None for the only one.
       border: the types of the program's parameters, and of its results: in brackets for several.
     """
@@ -91,6 +96,9 @@ class Dumps:
             for body in bodies.values()
             for name, rest in _INSTRUCTION.findall(body)
         }
+        self.computations = {name: [found for found, _ in _INSTRUCTION.findall(body)] for name, body in bodies.items()}
+        entry = _ENTRY.search(text)
+        self.computations[""] = [] if entry is None else self.computations[entry[1]]
         header = text.partition("\n")[0]
         border = _BORDER.search(re.sub(r"/\*.*?\*/", "", header))
         self.border = ("", "") if border is None else (border[1], border[2])
@@ -157,7 +165,8 @@ def _hlo_instruction(rest: str, bodies: dict[str, str], locations: dict[int, str
     operands = tuple(re.findall(r"%([\w.\-]+)", called_with[1])) if called_with else ()
     text, operator = _without_names(rest, bodies), _operator(rest, bodies)
     of_result = opcode[1] if opcode else rest.partition(" ")[0]
-    return HloInstruction(kind, text, source, operator, of_result, operands)
+    body = _BODY.search(rest)
+    return HloInstruction(kind, text, source, operator, of_result, operands, body[1] if body is not None else "")
 
 
 def _operator(rest: str, bodies: dict[str, str]) -> str:

@@ -46,6 +46,13 @@ def places_of(operand_type: str) -> tuple[int, tuple[int, ...], np.ndarray]:
     return int(found[1] or _BITS_OF_BOOLEANS), shape, places.ravel()
 
 
+def size_bytes(array_type: str) -> int:
+    """Returns how many bytes the elements of an array have, without padding."""
+    found = _TYPE.match(array_type)
+    assert found is not None
+    return math.prod(_numbers(found[2])) * int(found[1] or _BITS_OF_BOOLEANS) // 8
+
+
 def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 

@@ -118,6 +118,38 @@ def test_what_other_cores_do_is_one_entry(folder):
     assert unknown == ("what other cores do, as SparseCores, and 2 waits for them",)
 
 
+# A gather between both fusions: it makes 4 MiB, of two operands with 4 KiB each.
+GATHER = """  %start.1 = ((f32[8,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}), f32[1024,1024]{1,0:T(8,128)}) \
+call-start(%args_0_.1, %fusion), async_execution_thread="sparsecore", to_apply=%fused_computation
+  %done.1 = f32[1024,1024]{1,0:T(8,128)} call-done(%start.1)
+  ROOT %fusion.1"""
+LOOP = """  %while.1 = f32[8,128]{1,0:T(8,128)} while(%args_0_.1), condition=%fused_computation.1, body=%repeated.1
+  %start.1"""
+BODY = """%repeated.1 (param_0.2: f32[8,128]) -> f32[8,128] {
+  %param_0.2 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %fusion = f32[8,128]{1,0:T(8,128)} fusion(%param_0.2), kind=kLoop, calls=%fused_computation
+}
+
+ENTRY"""
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_sparse_cores_need_at_least_the_time_for_what_they_move(folder, is_repeated):
+    chip = named("tpu-v7x")
+    hlo = HLO.replace("  ROOT %fusion.1", GATHER)
+    if is_repeated:  # what runs before the gather is a loop, which itself has no code
+        hlo = re.sub("  %fusion = .*\n", "", hlo).replace("  %start.1", LOOP).replace("ENTRY", BODY)
+    (folder / "17-TLP-hlo.txt").write_text(hlo)
+    schedule = schedule_of(folder, chip, border_bytes=0)
+    fusions = [kernel for kernel in schedule.kernels if kernel.kind == "fusion"]
+    (rest,) = (kernel for kernel in schedule.kernels if kernel.name == "program")
+    moved = 2**22 + 2**13
+    gather_us = moved / bytes_per_cycle(CHIPS["tpu-v7x"], chip) / CHIPS["tpu-v7x"].hz * 1e6
+    assert len(fusions) == 2
+    assert schedule.total_us == pytest.approx(sum(kernel.time_us for kernel in fusions) + gather_us, rel=1e-6)
+    assert (rest.bound, rest.dma_bytes) == ("HBM", moved)
+
+
 def test_a_schedule_is_plotted(folder, tmp_path):
     figure = schedule_of(folder, named("tpu-v5e"), border_bytes=0).plot(tmp_path / "schedule.png", most=1)
     assert (tmp_path / "schedule.png").stat().st_size > 0
