@@ -125,8 +125,10 @@ def of_values(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], tu
     """Returns a function of arrays and its arguments; refuses types without values."""
     fn, arrays = static_leaves.of_arrays(fn, args)
     for leaf in jax.tree.leaves(arrays):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise EmulationError(f"lowering.emulate: args must have values; got {show(leaf)}")
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+            is_traced = isinstance(leaf, jax.core.Tracer)
+            where, what = (": call it outside of jit and of other transforms", "a traced ") if is_traced else ("", "")
+            raise EmulationError(f"lowering.emulate: args must have values{where}; got {what}{show(leaf)}")
     return fn, arrays
 
 

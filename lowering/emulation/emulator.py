@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from lowering import _jax_private
 from lowering.compiling.compile import schedules_of
+from lowering.compiling.process import more_libtpu_flags
 from lowering.cost import PALLAS_CALL
 from lowering.emulation.evaluating import Evaluation, Place, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError
@@ -34,11 +35,14 @@ from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
 _TRANSFORMS = re.compile(r"\w+\(|\)")  # "jvp(" and the like around a scope
+# XLA may bring an operand to VMEM before a kernel runs, and does so on TPU v7x up to 32 MB. What the kernel then copies
+# from there is no transfer, and what it reads beyond the operand no check of the compiler's.
+_OPERANDS_IN_HBM = "--xla_msa_enable=false"
 # A kernel is not executed again for more places that start transfers, or for more pairs of them.
 MOST_STARTS = 16
 UNWRITTEN = (
-    "memory that nothing has written "
-    "(scratch before its first store, rows behind a ragged edge, an output block that was sent)"
+    "memory that nothing has written (scratch before its first store, rows behind a ragged edge or beyond an operand, "
+    "an output block that was sent)"
 )
 
 
@@ -203,7 +207,7 @@ class Emulator:
             line, function = _line_and_function(equation, place)
             call = _function_of(equation, function)
             avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-            with schedules_of(jax.jit(call), avals, self._hardware) as folder:
+            with more_libtpu_flags(_OPERANDS_IN_HBM), schedules_of(jax.jit(call), avals, self._hardware) as folder:
                 dumps = Dumps(folder)
                 (name,) = (name for name, one in dumps.instructions.items() if one.opcode == KERNEL)
                 kernel = Kernel.of(dumps, name, self._hardware.name)

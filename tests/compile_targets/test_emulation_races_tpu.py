@@ -145,7 +145,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_two_transfers_that_race_are_found(case, chip, rng):
     fn, racing, apart, said = CASES[case]
-    x = normal(rng, 32768, 256) if case != "the pipeline" else normal(rng, 256, 256)  # v7x has small ones in VMEM
+    x = normal(rng, 256, 256)
     found = lowering.emulate(lambda x: fn(x, racing), x, target=chip).findings
     assert [said in one.what for one in found] == [True] * len(found)
     line = "" if case == "the pipeline" else r" \(test_emulation_races_tpu.py:\d+\)"

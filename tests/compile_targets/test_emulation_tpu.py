@@ -128,7 +128,7 @@ def test_a_store_that_may_still_read_is_found(chip):
     assert finding.source.startswith("double_buffered.py:")
 
 
-@pytest.mark.parametrize("chip", ["tpu-v5e", "tpu-v6e"])  # a small operand of v7x lies in VMEM: no transfer brings it
+@pytest.mark.parametrize("chip", EMULATED)
 def test_a_wait_that_comes_too_late_is_one_finding(chip, rng):
     """Results differ in both of the later orders."""
 
@@ -159,6 +159,37 @@ def test_rounded_operands_show_beside_the_interpreter(chip):
     np.testing.assert_allclose(interpret(distances, x, y, target=chip), truth, atol=1e-4)
     emulation = lowering.emulate(distances, x, y, target=chip)
     assert 1e-2 < np.max(np.abs(emulation.results - truth)) < 0.5
+
+
+@pytest.mark.parametrize("chip", EMULATED)
+def test_a_block_beyond_a_small_operand_is_a_fault(chip, rng):
+    """The same on all chips, though XLA would bring these operands to VMEM on a v7x."""
+
+    def gathered(at, table):
+        def body(at, table, y):
+            y[...] = table[...]
+
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(3,),
+            in_specs=[pl.BlockSpec((8, 256), lambda step, at: (at[step], 0))],
+            out_specs=pl.BlockSpec((8, 256), lambda step, at: (step, 0)),
+        )
+        return pl.pallas_call(body, grid_spec=spec, out_shape=jax.ShapeDtypeStruct((24, 256), jnp.float32))(at, table)
+
+    table = normal(rng, 80, 256)
+    kept = lowering.emulate(gathered, jnp.array([9, 0, 4], jnp.int32), table, target=chip)
+    np.testing.assert_array_equal(kept.results, np.asarray(table).reshape(10, 8, 256)[[9, 0, 4]].reshape(24, 256))
+    with pytest.raises(lowering.EmulationError, match=r"reads beyond (operand 1|its operand in hbm)"):
+        lowering.emulate(gathered, jnp.array([9, 10, 4], jnp.int32), table, target=chip)
+
+
+def test_arguments_that_are_traced_are_refused(rng):
+    def inside(x):
+        return lowering.emulate(lambda x: 2 * x, x, target="tpu-v5e").results
+
+    with pytest.raises(lowering.EmulationError, match=r"args must have values: call it outside of jit .* got a traced"):
+        jax.jit(inside)(normal(rng, 8, 128))
 
 
 def test_unwritten_memory_is_found(rng):
