@@ -283,9 +283,9 @@ def bench(
 ) -> None:
     """Times two functions, or one under each implementation.
 
-    They run on this device in turns. Two functions take the same arguments. Without --arg, they are the first FILE.py's
-    FUNCTION_args or example_args: a tuple, or a function that returns one. Where only shapes are given, arrays are
-    random.
+    They run on this device in turns. Without --arg, their arguments are the first FILE.py's FUNCTION_args or
+    example_args: a tuple, or a function that returns one. A second function with FUNCTION_args of other types takes
+    those. Where only shapes are given, arrays are random.
     """
     names, by_operator = implementations_of(implementation)
     require(repeats >= 2, "--repeats", "be at least 2", str(repeats))

@@ -1,7 +1,7 @@
 """Measurements on the device at hand: `jaxops tune` with a function, and `jaxops bench`."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,19 @@ def bench(
     first, *others = functions
     fn, args = load(first, arg or ())
     require_operators(by_operator)
-    compared = {first: fn, **{other: load_another(other, args) for other in others}}
+    taking = {first: (fn, args), **{other: load_another(other, args, may_have_own=not arg) for other in others}}
     if rewrite:
-        compared[f"{first}, rewritten"] = lowering.rewrite(fn)
+        taking[f"{first}, rewritten"] = lowering.rewrite(fn), args
     if gradients:
-        of_floats = _positions_of_floats(first, args)
-        compared = {name: jax.value_and_grad(one, of_floats) for name, one in compared.items()}
+        taking = {
+            name: (jax.value_and_grad(one, _positions_of_floats(name, own)), own) for name, (one, own) in taking.items()
+        }
+    compared = {name: one for name, (one, _) in taking.items()}
     if len(compared) == 1:
         compared = {"": next(iter(compared.values()))}
+    elif any(_types(own) != _types(args) for _, own in taking.values()):
+        args = tuple(own for _, own in taking.values())
+        compared = {name: _of_its_own(one, position) for position, (name, one) in enumerate(compared.items())}
     names = names or (IMPLEMENTATIONS if len(compared) == 1 else ["auto"])
     with tuned_by(tuned):
         result = run_user_code(
@@ -75,6 +80,17 @@ def bench(
     if result.compares_nothing:
         another = "" if len(compared) > 1 else ": name a second function, or pass --rewrite"
         show_text(f"these are one program on {result.device}, so there is nothing to compare{another}")
+
+
+def _types(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns what arguments have in common that the same function can take."""
+    leaves, structure = jax.tree.flatten(list(args))
+    return structure, *((jnp.shape(leaf), jnp.result_type(leaf)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+
+
+def _of_its_own(fn: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Returns a function of the arguments of all functions, which takes those at its position."""
+    return lambda *of_all: fn(*of_all[position])
 
 
 def _positions_of_floats(function: str, args: Sequence[Any]) -> tuple[int, ...]:

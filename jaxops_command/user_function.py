@@ -54,11 +54,15 @@ def load_with(
     return fn, args, _companion(module, name, companion)
 
 
-def load_another(location: str, args: Sequence[Any]) -> Callable[..., Any]:
-    """Finds a second function, which takes the arguments of the first."""
-    _, fn = _loaded(location)
-    _require_callable_with(fn, location.rpartition(":")[2], args)
-    return fn
+def load_another(
+    location: str, args: tuple[Any, ...], *, may_have_own: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Finds a second function; it takes the arguments of the first, or its file's FUNCTION_args where it may."""
+    module, fn = _loaded(location)
+    name = location.rpartition(":")[2]
+    args = _example_arguments(module, name) if may_have_own and hasattr(module, f"{name}_args") else args
+    _require_callable_with(fn, name, args)
+    return fn, args
 
 
 def require_operators(by_operator: Mapping[str, str]) -> None:

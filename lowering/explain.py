@@ -187,11 +187,10 @@ class Explanation:
         """Says what a rewrite would do in one place, and names the operator that a user could call there instead."""
         on_tpu = one.on_tpu if self.target.startswith("tpu") else ""
         here = (x for x in self.opportunities if (x.source, x.replacement) == (one.source, one.replacement))
-        calls = dict.fromkeys(f"call {x.call}" for x in here)
-        advice = ", or ".join(filter(None, (one.remark, *calls)))
+        calls = dict.fromkeys(f"or call {x.call} instead" for x in here)
         saved = f"{megabytes(one.saved_bytes)}{'' if self.target == 'cpu' else ' on a CPU'}"
         would = f"`lowering.rewrite` would save about {saved} by {one.pattern}"
-        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, on_tpu, advice)))}"
+        return f"{one.source}: {would}: {'; '.join(filter(None, (one.detail, one.remark, on_tpu, *calls)))}"
 
 
 def explain(fn: Callable[..., Any], *args: Any, target: str | None = None, require: str | None = None) -> Explanation:

@@ -76,7 +76,10 @@ def check_labels(operator: str, rows: tuple[Any, ...], labels: jax.Array, classe
         return
     rule = "be integers" if classes is None else "be integers, or floating-point probabilities"
     require(bool(jnp.issubdtype(labels.dtype, jnp.integer)), operator, "labels", rule, labels)
-    require(labels.shape == rows, operator, "labels", f"have shape {list(rows)}, as x without its last axis", labels)
+    rule = f"have shape {list(rows)}, as x without its last axis"
+    if labels.ndim > len(rows) and labels.shape == (*rows, classes):
+        rule += ", or be floating-point probabilities"
+    require(labels.shape == rows, operator, "labels", rule, labels)
 
 
 def number_or_floats(operator: str, argument: str, value: Any, shape: tuple[Any, ...], rule: str, **limits: Any) -> Any:

@@ -312,7 +312,7 @@ def _least_size() -> int:
     return chunk_sizes.SIZES.logits
 
 
-_REMARK = "if this is of a gradient, rewriting the loss instead saves more"
+_REMARK = "if this differentiates a loss, rewriting that loss first saves more"
 _OPERATOR = "jaxops.linear_cross_entropy"
 ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True, replacement=_OPERATOR)
 ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True, replacement=_OPERATOR)

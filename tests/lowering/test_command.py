@@ -48,7 +48,7 @@ def nothing():
 def failing(x):
     raise RuntimeError("first line, " + 30 * "long, " + "but whole\\nsecond line")
 
-listed = loss
+same = listed = loss
 listed_args = [1, 2]
 
 largest = max
@@ -529,9 +529,30 @@ def test_bench_says_where_there_is_nothing_to_compare() -> None:
     said = "these are one program on cpu, so there is nothing to compare: name a second function, or pass --rewrite"
     assert said in run("bench", "mine.py:loss", "--repeats", "2").stdout.splitlines()
     said = "these are one program on cpu, so there is nothing to compare"
-    result = run("bench", "mine.py:loss", "mine.py:listed", "--repeats", "2")
+    result = run("bench", "mine.py:loss", "mine.py:same", "--repeats", "2")
     assert said in result.stdout.splitlines()
     assert "nothing to compare" not in run("bench", "mine.py:loss", "mine.py:gradient", "--repeats", "2").stdout
+
+
+def test_bench_gives_two_functions_arguments_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "both.py").write_text(
+        """import jax, jax.numpy as jnp, numpy as np
+def adam(params, state):
+    assert state["m"].shape == (4,)
+    return params.sum() * state["m"].sum()
+def lion(params, state):
+    assert state.shape == (5,)
+    return params.sum() + state.sum()
+adam_args = (jnp.ones(3), {"m": np.ones(4, np.float32)})
+lion_args = (jnp.ones(3), jax.ShapeDtypeStruct((5,), jnp.float32))
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ("bench", "both.py:adam", "both.py:lion", "--repeats", "2", "--json")
+    for more in ((), ("--gradients",)):
+        rows = json.loads(run(*command, *more).stdout)["rows"]
+        assert [row["function"] for row in rows] == ["both.py:adam", "both.py:lion"]
+        assert all(row["median_ms"] > 0 for row in rows)
 
 
 @pytest.mark.usefixtures("user_file")

@@ -280,7 +280,7 @@ def test_command_shows_opportunities_below_the_table(tmp_path: Path, monkeypatch
         assert advice.startswith("head.py:5 (optax_loss): `lowering.rewrite` would save about ")
         assert advice.endswith(
             f" MB{where} by cross_entropy_sum: logits float32[2048,32000], read by a sum of cross entropies; "
-            f"{on_tpu}call jaxops.linear_cross_entropy"
+            f"{on_tpu}or call jaxops.linear_cross_entropy instead"
         )
 
 
