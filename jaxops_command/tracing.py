@@ -110,7 +110,13 @@ def export(
 
     def exported() -> lowering.Artifact:
         with chosen_by(chosen):
-            return lowering.export(fn, *args, platforms=platforms)
+            try:
+                return lowering.export(fn, *args, platforms=platforms)
+            except ValueError as error:
+                if "Only interpret mode is supported" not in str(error):
+                    raise
+                rule = "be some on which the function's Pallas kernels run, such as tpu"
+                raise CommandError(f"--platforms must {rule}; got {','.join(platforms)}") from None
 
     with tuned_by(tuned):
         artifact = run_user_code(function, "be traceable with these arguments", exported)

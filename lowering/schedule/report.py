@@ -220,6 +220,8 @@ def schedule_of(folder: Path, hardware: Hardware, *, border_bytes: int, given: G
     remarks = [_CAVEAT, f"{hardware.name}: {chip.accuracy}."]
     if program.unknown:
         remarks.append(f"Not understood, and left out: {', '.join(sorted(program.unknown))}.")
+        if any(entry.startswith(("a wait at ", "a check at ")) for entry in program.unknown):
+            remarks.append("`jaxops emulate` shows whether the chip would wait there forever, or halt.")
     remarks += [f"{of_nothing[0].upper()}{of_nothing[1:]}."] if unused else []
     if given.trip_counts:
         counts = ", ".join(f"{name} {count:g}" for name, count in given.trip_counts.items())

@@ -48,6 +48,12 @@ def nothing():
 def failing(x):
     raise RuntimeError("first line, " + 30 * "long, " + "but whole\\nsecond line")
 
+def doubled(x):
+    from jax.experimental import pallas as pl
+    def body(x, y):
+        y[...] = 2 * x[...]
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
 same = listed = loss
 listed_args = [1, 2]
 
@@ -276,6 +282,10 @@ REFUSALS = {
     "bench into no folder": (
         ("bench", "mine.py:loss", "--output", "nowhere/times.json"),
         "--output must be a file that can be written; got 'nowhere/times.json'",
+    ),
+    "export a kernel for TPUs to a CPU": (
+        ("export", "mine.py:doubled", "--arg", "float32[8,128]", "--output", "doubled.jaxops"),
+        "--platforms must be some on which the function's Pallas kernels run, such as tpu; got cpu,cuda,tpu",
     ),
     "bench what fails": (
         ("bench", "mine.py:failing", "--arg", "float32[4]"),
