@@ -5,9 +5,11 @@ python benchmarks/tpu_published.py --tokamax CHECKOUT --output benchmarks/result
 
 Each second case of a source is for fitting the two numbers that `lowering.schedule.chips` has of each chip; the others
 tell how accurate replays then are. `--fit` prints which numbers suit the first half best. Nothing runs on a chip. It
-needs `jaxops targets --install tpu`, a checkout of Tokamax and what that imports.
+needs `jaxops targets --install tpu`, a checkout of Tokamax with its history and what that imports, and pip: what XLA
+makes of Tokamax's cases is compiled by the libtpu of the day on which their times were committed.
 """
 
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -15,6 +17,9 @@ import os
 import re
 import statistics
 import subprocess
+import sys
+import tempfile
+import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +71,16 @@ _IN_RECIPES_GB_PER_S = {
     ("tpu-v7x", 268435456): 3167.144,
     ("tpu-v7x", 536870912): 3199.021,
     ("tpu-v7x", 1073741824): 3198.414,
+}
+
+# The days on which PyPI got releases of libtpu that were the newest when times of Tokamax's were committed. Earlier
+# ones than the first stop when they are to write schedules.
+LIBTPU = {
+    "2026-02-21": "0.0.36",
+    "2026-03-05": "0.0.37",
+    "2026-04-14": "0.0.40",
+    "2026-07-15": "0.0.44",
+    "2026-08-14": "0.0.46",
 }
 
 # Bandwidths of HBM for a cycle of the core at which each program is replayed, as parts of the nominal one, to fit both.
@@ -143,7 +158,8 @@ def compiled(published: Mapping[str, Any]) -> Any:
                 int(position): int(size) for position, size in re.findall(r"operand (\d+) \(s32\[(\d+)", str(error))
             }
             kernel = re.search(r" of ([\w.-]+?)(?:;|$)", str(error))
-            if published.get("groups") is None or kernel is None or kernel[1] in scalars or not lengths:
+            is_unlike = len(lengths) != 1 and 2 not in lengths  # another part of the program that reads the groups
+            if published.get("groups") is None or kernel is None or kernel[1] in scalars or is_unlike:
                 raise
             scalars[kernel[1]] = tokamax.group_scalars(published, kernel[1], lengths)
 
@@ -236,6 +252,44 @@ def with_tables(page: str, runs: list[dict[str, Any]]) -> str:
     return page
 
 
+def compiler_of(published: Mapping[str, Any]) -> str:
+    """The libtpu that was the newest when a time was committed, or the first that can be asked.
+
+    "" stands for JAX's own: of the Pallas kernels that this JAX makes, earlier ones read nothing.
+    """
+    if published["name"].startswith("Pallas"):
+        return ""
+    return [version for first, version in LIBTPU.items() if first <= max(published["day"], min(LIBTPU))][-1]
+
+
+def replayed_with(version: str, checkout: Path, draws: int) -> list[dict[str, Any]]:
+    """What is recorded of Tokamax's cases of one libtpu, by a process that compiles with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache, output = Path(folder) / "cache", Path(folder) / "cases.json"
+        variables = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        where = [sys.executable, "-c", "from lowering.compiling import compilers; print(compilers.environment('tpu'))"]
+        environment = Path(
+            subprocess.run(where, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+        )
+        venv.create(environment)
+        (packages,) = environment.glob("lib/*/site-packages")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
+        subprocess.run([*pip, f"libtpu=={version}"], check=True)
+        again = [sys.executable, __file__, "--tokamax", str(checkout), "--draws", str(draws), "--output", str(output)]
+        subprocess.run([*again, "--libtpu", version], env=variables, check=True)
+        return json.loads(output.read_text())
+
+
+def of_tokamax(checkout: Path, draws: int) -> list[dict[str, Any]]:
+    """What is recorded of Tokamax's cases, each compiled by its own libtpu, in the order of the draws."""
+    drawn = list(tokamax.drawn(checkout, draws))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda version: replayed_with(version, checkout, draws), LIBTPU.values())
+        cases = [*(replayed(each) for each in drawn if not compiler_of(each)), *itertools.chain.from_iterable(found)]
+    by_name = {(each["name"], each["target"]): each for each in cases}
+    return [by_name[each["name"], each["target"]] for each in drawn]
+
+
 def libtpu_version() -> str:
     """The compiler's, which may be in an environment of its own."""
     program = "import importlib.metadata; print(importlib.metadata.version('libtpu'))"
@@ -248,18 +302,25 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="a page of documentation whose tables of these errors are replaced")
     parser.add_argument("--tokamax", type=Path, help="a checkout of Tokamax, whose published times are compared too")
     parser.add_argument("--draws", type=int, default=8, help="how many of these, of each operator and chip")
+    parser.add_argument("--libtpu", help="replay those of Tokamax's cases alone that this version compiles")
     parser.add_argument("--fit", action="store_true", help="print what suits the first half in the results best")
     options = parser.parse_args()
+    # What this process computes on does not matter, and a chip that is here is left alone.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.libtpu:
+        drawn = tokamax.drawn(options.tokamax, options.draws)
+        cases = [replayed(each) for each in drawn if compiler_of(each) == options.libtpu]
+        options.output.write_text(json.dumps([each | {"libtpu": options.libtpu} for each in cases]))
+        return
     held = json.loads(options.output.read_text())["runs"] if options.output and options.output.is_file() else []
     if options.fit:
         for target in CHIPS:
             print(target, *fitted(halves(held[-1]["cases"], target)[0]), sep="\n  ")
         return
-    # What this process computes on does not matter, and a chip that is here is left alone.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    of_tokamax = tokamax.drawn(options.tokamax, options.draws) if options.tokamax else ()
-    published = itertools.chain(products_on_v5e(), in_recipes(), of_tokamax)
+    published = itertools.chain(products_on_v5e(), in_recipes())
     cases = [replayed(each) for each in itertools.islice(published, 1 if options.quick else None)]
+    if options.tokamax:
+        cases += of_tokamax(options.tokamax, options.draws)
     run = {"environment": harness.environment(), "cases": cases}
     run["environment"]["versions"]["libtpu"] = libtpu_version()
     if options.tokamax:

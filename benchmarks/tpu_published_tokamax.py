@@ -4,7 +4,10 @@
 all operations in a profile, and the peak memory that the compiler reported. The programs are Tokamax's own.
 """
 
+import functools
+import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +26,22 @@ def commit(checkout: Path) -> str:
     """What was checked out."""
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def days_of(checkout: Path, file: str) -> dict[float, str]:
+    """When each measurement that a file of times has ever held was committed, by the time that its compilation took."""
+    path = f"tokamax/data/autotuning/{file}"
+    git = functools.partial(subprocess.run, cwd=checkout, capture_output=True, text=True, check=True)
+    days: dict[float, str] = {}
+    for line in git(["git", "log", "--reverse", "--format=%H %cs", "--", path]).stdout.splitlines():
+        commit_id, day = line.split()
+        try:
+            held = json.loads(git(["git", "show", f"{commit_id}:{path}"]).stdout)
+        except json.JSONDecodeError:
+            continue  # a few commits hold no JSON
+        for found in (found for timed in held.values() for found in timed.values()):
+            days.setdefault(found["compile_time_ms"], day)
+    return days
 
 
 def operators() -> list[Any]:
@@ -77,6 +96,8 @@ def drawn(checkout: Path, draws: int) -> Iterator[dict[str, Any]]:
         operator = kind()
         for target, device in DEVICES.items():
             held = AutotuningCache(operator)[device].items()
+            file = re.sub("(?!^)([A-Z])", r"_\1", kind.__name__).lower()
+            days = days_of(checkout, f"{device}/{file}.json") if held else {}
             # Of some products of groups nobody has kept how the rows were split, on which their time depends.
             told = ((dict(key), timed) for key, timed in held if not _is_split_at_random(dict(key)))
             rows = [(key, config, found) for key, timed in told for config, found in timed.items()]
@@ -93,6 +114,7 @@ def drawn(checkout: Path, draws: int) -> Iterator[dict[str, Any]]:
                     "source": "Tokamax",
                     "measured_us": 1e3 * statistics.median(found.evaluation_times_ms),
                     "peak_mb": found.peak_memory_mb,
+                    "day": days[found.compile_time_ms],
                     "fn": fn,
                     "args": (args,),
                     "groups": np.asarray(key["group_sizes"].value) if "group_sizes" in key else None,

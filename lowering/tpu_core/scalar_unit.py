@@ -67,7 +67,8 @@ _ON_FLOATS: dict[str, Callable[..., Any]] = {
 
 # Nothing that is known of these takes effect on what the scalar program does next.
 _WITHOUT_EFFECT = (
-    *("compiler-scheduling-barrier", "inlined_call_operand", "set", "sfence", "shalt", "strace", "vsyncmov", "vsyncpa"),
+    *("compiler-scheduling-barrier", "inlined_call_operand", "set", "setrngseed", "sfence", "shalt", "strace"),
+    *("vsyncmov", "vsyncpa"),
     *("sdelay", "snop", "nop"),
 )
 
