@@ -45,7 +45,8 @@ def bound(dumps: Dumps, cycles_of: Mapping[str, float], hbm_bytes_per_cycle: flo
 
 def _cycles(dumps: Dumps, name: str, cycles_of: Mapping[str, float]) -> float:
     """Returns for how long an instruction runs, or all turns of a loop."""
-    repeated = dumps.computations[body] if (body := dumps.instructions[name].body) else ()
+    body = dumps.instructions[name].body
+    repeated = dumps.computations.get(body, []) if body else []
     return cycles_of.get(name, 0.0) + sum(_cycles(dumps, inner, cycles_of) for inner in repeated)
 
 
