@@ -365,6 +365,7 @@ NEED_MORE_THAN_WORDS = {
     "tuned by a file of another kind",
     "unknown operator",
     "bench what fails",
+    "export a kernel for TPUs to a CPU",
     "compare with another file",
     "save over another file",
 }
