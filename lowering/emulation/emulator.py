@@ -35,8 +35,8 @@ from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
 from pallas_kernels.hardware import Hardware
 
 _TRANSFORMS = re.compile(r"\w+\(|\)")  # "jvp(" and the like around a scope
-# XLA may bring an operand to VMEM before a kernel runs, and does so on TPU v7x up to 32 MB. What the kernel then copies
-# from there is no transfer, and what it reads beyond the operand no check of the compiler's.
+# XLA may copy an operand to VMEM before a kernel runs; on TPU v7x it does so up to 32 MB. What the kernel then copies
+# from there is not a transfer, and the compiler does not check whether a block lies within the operand.
 _OPERANDS_IN_HBM = "--xla_msa_enable=false"
 # A kernel is not executed again for more places that start transfers, or for more pairs of them.
 MOST_STARTS = 16

@@ -20,7 +20,7 @@ def bound(dumps: Dumps, cycles_of: Mapping[str, float], hbm_bytes_per_cycle: flo
     Args:
       dumps: of the program.
       cycles_of: for how long each instruction of the TensorCore runs in all, by its name.
-      hbm_bytes_per_cycle: the bandwidth, of which SparseCores may have all.
+      hbm_bytes_per_cycle: the bandwidth of HBM; SparseCores are taken to get all of it.
 
     Returns:
       For how many cycles the program runs at least, for how many of them the TensorCore waits, and the bytes that
