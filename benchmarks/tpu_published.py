@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lowering
 from lowering.compiling import compilers
+from lowering.compiling.process import more_libtpu_flags
 from lowering.schedule.chips import CHIPS
 
 Product = tuple[int, tuple[int, int, int] | None]  # the size of square matrices, and blocks (m, k, n); None for XLA's
@@ -82,6 +83,8 @@ LIBTPU = {
     "2026-07-15": "0.0.44",
     "2026-08-14": "0.0.46",
 }
+
+SAME_MEMORY = 0.03  # programs that differ by less are taken for the same
 
 # Bandwidths of HBM for a cycle of the core at which each program is replayed, as parts of the nominal one, to fit both.
 RATIOS = (1.2, 1.0, 0.8)
@@ -147,6 +150,22 @@ def in_recipes() -> Iterator[dict[str, Any]]:
 
 
 def compiled(published: Mapping[str, Any]) -> Any:
+    """The report on a program: of what different flags make of it, on that whose memory is what was published."""
+    reports, refusals = [], []
+    for flags in published.get("flags", ("",)):
+        with more_libtpu_flags(flags):
+            try:
+                reports.append(compiled_as_set(published))
+            except lowering.CompileError as error:
+                refusals.append(error)
+    if not reports:
+        raise refusals[0]
+    if len(reports) == 1:
+        return reports[0]
+    return min(reports, key=lambda report: tokamax.memory_difference(published["peak_mb"], report.memory))
+
+
+def compiled_as_set(published: Mapping[str, Any]) -> Any:
     """The report on a program. What kernels of grouped products read from scalar memory is found out by asking."""
     scalars: dict[str, Any] = {}
     options = {"target": published["target"], "schedule": True}
@@ -179,7 +198,7 @@ def replayed(published: Mapping[str, Any]) -> dict[str, Any]:
         "error": round(schedule.total_us / published["measured_us"] - 1, 4),
         "us_by_bandwidth": [round(schedule.us_at(1.0, ratio), 2) for ratio in RATIOS],
     }
-    if published.get("peak_mb") and not tokamax.has_memory(published["peak_mb"], report.memory):
+    if published.get("peak_mb") and tokamax.memory_difference(published["peak_mb"], report.memory) > SAME_MEMORY:
         found["another_program"] = f"{report.memory.peak / 1e6:.1f} MB, not {published['peak_mb']:.1f} MB"
     return {**shown, "candidates": {"replay": found | ({"unknown": len(schedule.unknown)} if schedule.unknown else {})}}
 
