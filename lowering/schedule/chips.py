@@ -50,7 +50,7 @@ def _accuracy(mean: int, count: int, worst: int) -> str:
 # is in docs/schedule.md.
 CHIPS = {
     "tpu-v5e": Chip(1.5e9, 8, 9, _V5, 1.0, 0.91, _accuracy(2, 9, 9)),
-    "tpu-v5p": Chip(1.75e9, 8, 9, _V5, 1.0, 0.90, _accuracy(8, 6, 43)),
+    "tpu-v5p": Chip(1.75e9, 8, 9, _V5, 1.0, 0.90, _accuracy(2, 6, 3)),
     "tpu-v6e": Chip(1.75e9, 4, 4, _V6, 0.94, 0.90, _accuracy(2, 13, 11)),
     "tpu-v7x": Chip(2.2e9, 4, 4, _V6, 0.82, 0.856, _accuracy(5, 13, 9), delay_slots=6),
 }
