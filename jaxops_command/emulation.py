@@ -155,8 +155,6 @@ def _with_values(args: tuple[Any, ...], path: Path | None) -> tuple[tuple[Any, .
 def _compared(found: Any, expected: Any) -> dict[str, Any]:
     """Returns how far results are from those of the interpreter."""
     a, b = (np.asarray(x) for x in (found, expected))
-    if a.tobytes() == b.tobytes():
-        return {"type": f"{a.dtype}{list(a.shape)}", "difference": 0.0, "of largest": 0.0, "same bits": True}
     with np.errstate(all="ignore"):
         wide = a.astype(np.float64), b.astype(np.float64)
         differs = ~((wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
@@ -166,7 +164,14 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         nans = [int(np.isnan(x).sum()) for x in wide]
         one_sided = int(np.sum(np.isnan(wide[0]) != np.isnan(wide[1])))
     relative = difference / largest if largest else math.inf
-    found = {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative, "same bits": False}
+    is_same = a.tobytes() == b.tobytes()
+    difference, relative = (0.0, 0.0) if is_same else (difference, relative)
+    found = {
+        "type": f"{a.dtype}{list(a.shape)}",
+        "difference": difference,
+        "of largest": relative,
+        "same bits": is_same,
+    }
     found = {name: value if _is_json(value) else None for name, value in found.items()}
     return found | {"NaN": nans, "NaN on one side": one_sided}
 
@@ -183,11 +188,8 @@ def _table(compared: Sequence[Mapping[str, Any]], against: str) -> Table:
     for name in ("difference", "of the largest"):
         table.add_column(name, justify="right")
     for one in compared:
-        if one["same bits"]:
-            table.add_row(one["result"], one["type"], "none", "")
-        else:
-            shown = (one["difference"], "{:.2g}"), (one["of largest"], "{:.1g}")
-            numbers = ["-" if value is None else text.format(value) for value, text in shown]
-            nans = f"\nNaN: {one['NaN'][0]:,} here, {one['NaN'][1]:,} there" if any(one["NaN"]) else ""
-            table.add_row(one["result"], one["type"] + nans, *numbers)
+        shown = (one["difference"], "{:.2g}"), (one["of largest"], "{:.1g}")
+        numbers = ["-" if value is None else text.format(value) for value, text in shown]
+        nans = f"\nNaN: {one['NaN'][0]:,} here, {one['NaN'][1]:,} there" if any(one["NaN"]) else ""
+        table.add_row(one["result"], one["type"] + nans, *(["none", ""] if one["same bits"] else numbers))
     return table

@@ -40,7 +40,10 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
         def kernel(x_ref, o_ref):
             o_ref[...] = x_ref[...]
 
-        def copied(x, interpret, at):
+        def unknown(x_ref, o_ref):
+            o_ref[...] = x_ref[...] * float("nan")
+
+        def copied(x, interpret, at, kernel=kernel):
             spec = pl.BlockSpec((8, 128), lambda i, j: (at(i), j))
             options = {"grid": (2, 2), "out_shape": x, "interpret": interpret}
             return pl.pallas_call(kernel, in_specs=[spec], out_specs=spec, **options)(x)
@@ -53,6 +56,9 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
 
         def copies(x):
             return copied(x, False, lambda i: i)
+
+        def forgets(x):
+            return copied(x, False, lambda i: i, unknown)
         """)
     )
     for name, argument, code, said in (
@@ -61,8 +67,9 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
             "interpreted",
             "f32[16,256]",
             2,
-            "no Pallas kernel runs; a pallas_call on mine.py:11 (copied) has interpret=True",
+            "no Pallas kernel runs; a pallas_call on mine.py:14 (copied) has interpret=True",
         ),
+        ("forgets", "f32[16,256]", 0, "NaN: 4,096 here, 4,096 there"),
         ("copies", "i32[16,256]", 0, "┘ integer arguments were drawn from 0 to 1: --operands FILE.npz gives others"),
     ):
         command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", argument, "--target", "tpu-v5e"]
