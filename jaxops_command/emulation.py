@@ -159,7 +159,6 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         wide = a.astype(np.float64), b.astype(np.float64)
         differs = ~((wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1])))
         difference = float(np.max(np.abs(wide[0] - wide[1]), where=differs, initial=0.0))
-        difference = math.nan if np.isnan(wide).all() else difference
         largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
         nans = [int(np.isnan(x).sum()) for x in wide]
         one_sided = int(np.sum(np.isnan(wide[0]) != np.isnan(wide[1])))

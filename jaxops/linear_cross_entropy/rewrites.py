@@ -277,13 +277,9 @@ def _overlooked(level: Level) -> Iterator[Missed]:
             reason = f"this takes no log sum exp: {ordered} reads whole rows, for which there is no operator"
         elif read:
             reason = f"this takes no log sum exp: it is a loss of {read}, for which there is no operator"
-        elif not is_large and level.keeps_each:
-            reason = (
-                f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, but a loop keeps those of all its steps for"
-                " the gradient: checkpoint its body, or compute the loss of all rows outside of the loop"
-            )
         elif not is_large:
             reason = f"up to {chunk_sizes.SIZES.logits:,} logits are left alone, as they are few"
+            reason += _IN_A_LOOP if level.keeps_each else _CALL
         elif not found.is_worthwhile and found.least_bytes < 0:
             reason = "the operator could need more temporaries, for copies or sums of a weight that is so large"
         elif not found.is_worthwhile:
@@ -312,6 +308,11 @@ def _least_size() -> int:
     return chunk_sizes.SIZES.logits
 
 
+_CALL = "; jaxops.linear_cross_entropy takes any number"
+_IN_A_LOOP = (
+    "; a gradient around the loop, not one inside of it, keeps those of all steps: then checkpoint its body, or call"
+    " jaxops.linear_cross_entropy"
+)
 _REMARK = "if this differentiates a loss, rewriting that loss first saves more"
 _OPERATOR = "jaxops.linear_cross_entropy"
 ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True, replacement=_OPERATOR)

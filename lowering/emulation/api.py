@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lowering import static_leaves
-from lowering.describe import show
+from lowering.describe import one_of, show
 from lowering.emulation.emulator import Emulator
 from lowering.emulation.faults import EmulationError
 from lowering.emulation.report import Emulation
@@ -112,7 +112,7 @@ def checked(target: str, checks: Any = False, eup_error: Any = 0.0, whole_progra
     """Returns the chip; refuses what is wrong with these arguments."""
     hardware = TARGETS.get(target) if isinstance(target, str) else None
     if hardware is None or hardware.name not in EMULATED:
-        raise EmulationError(f"lowering.emulate: target must be one of {', '.join(EMULATED)}; got {show(target)}")
+        raise EmulationError(f"lowering.emulate: target must be {one_of(EMULATED, target)}")
     for name, option in {"checks": checks, "whole_program": whole_program}.items():
         if not isinstance(option, bool):
             raise EmulationError(f"lowering.emulate: {name} must be a bool; got {show(option)}")

@@ -120,6 +120,24 @@ def test_what_takes_the_place_of_equations_keeps_their_line(fn, args, few_logits
     assert not any("unknown" in remark for remark in lowering.explain(rewritten, *args).remarks)
 
 
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_report_says_when_few_logits_matter(is_loop) -> None:
+    """A loop of gradients, as of accumulated ones, keeps nothing of its steps; a gradient around the loop does."""
+
+    def stepped(weight, x, labels):
+        one = jax.value_and_grad(loss)
+        if not is_loop:
+            return one(weight, x, labels)
+        return jax.lax.map(lambda batch: one(weight, *batch), (jnp.stack([x, x]), jnp.stack([labels, labels])))
+
+    weight, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 1000), (64, 16)))
+    args = weight, x, jax.ShapeDtypeStruct((64,), jnp.int32)
+    (left,) = lowering.rewrite(stepped).report(*args).refused
+    advice = "a gradient around the loop, not one inside of it" if is_loop else "linear_cross_entropy takes any number"
+    assert "up to 16,777,216 logits are left alone, as they are few" in left.reason
+    assert advice in left.reason
+
+
 def test_explain_of_a_gradient_advises_to_rewrite_the_loss_and_says_what_is_a_loop() -> None:
     shapes = jax.ShapeDtypeStruct((512, 32000), jnp.float32), jax.ShapeDtypeStruct((2048, 512), jnp.float32)
     args = *shapes, jax.ShapeDtypeStruct((2048,), jnp.int32)
