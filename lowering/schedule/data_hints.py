@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowering.describe import show
-from lowering.tpu_core.layouts import in_memory
+from lowering.tpu_core.layouts import element_count, in_memory
 from lowering.tpu_core.scalar_memory import wrapped
 
 PROGRAM = "program"  # the name of the top-level program
@@ -32,10 +32,12 @@ class Given:
         run, by name.
       scalars: for each kernel what its operands hold, by the operand's position: arrays, or words in the order of
         memory, of which None is not known.
+      gaps: what of these operands is not given, in words.
     """
 
     trip_counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     scalars: Mapping[str, Mapping[int, Any]] = dataclasses.field(default_factory=dict)
+    gaps: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, trip_counts: Any, scalars: Any) -> "Given":
@@ -75,13 +77,15 @@ class Given:
         """
         names = dict.fromkeys((*names_of(instruction), *names_of(code)))
         said: Mapping[int, Any] = next((self.scalars[name] for name in names if name in self.scalars), {})
-        words = {}
+        words, gaps = {}, []
         for position, operand in {**constants, **said}.items():
             if position not in operand_types:
                 takes = f"one of the {len(operand_types)} operands of {instruction}"
                 raise DependsOnDataError(f"scalars must name {takes} by its position; got {position}")
             try:
                 words[position] = in_memory(operand, operand_types[position])
+                if operand.ndim == 1 and operand.size < (size := element_count(operand_types[position])):
+                    gaps.append(f"scalars give {operand.size:,} of the {size:,} elements of operand {position}")
             except ValueError as error:
                 must = f"scalars must say of operand {position} of {instruction} all that it holds, {error}"
                 raise DependsOnDataError(must) from None
@@ -92,7 +96,7 @@ class Given:
             for known, at, place in [key.partition("@")]
             if known == name
         }
-        return Given(counts, {code: words})
+        return Given(counts, {code: words}, tuple(gaps))
 
     def key(self) -> tuple[Any, ...]:
         """Returns a key that is the same for the same hints."""
@@ -146,6 +150,7 @@ class Decisions:
         self.program = program
         self._branches = branches
         self._trip_counts = given.trip_counts
+        self._gaps = "".join(f"; {gap}" for gap in given.gaps)
         self.operands = f"{' and '.join(operands)} of {program}" if operands else ""
         self._turns: collections.Counter[str] = collections.Counter()
         self._loops: collections.Counter[str] = collections.Counter()
@@ -191,4 +196,4 @@ class Decisions:
         because = f", or on {', '.join(not_understood)}, not understood" if not_understood else ""
         scalars = f", or scalars what is in {self.operands}" if self.operands else ""
         must = f"trip_counts must say how often, as in {{{name!r}: 1}}"
-        raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}")
+        raise DependsOnDataError(f"{what} depends on data{because}: {must}{scalars}{self._gaps}")

@@ -46,11 +46,18 @@ def places_of(operand_type: str) -> tuple[int, tuple[int, ...], np.ndarray]:
     return int(found[1] or _BITS_OF_BOOLEANS), shape, places.ravel()
 
 
+def element_count(array_type: str) -> int:
+    """Returns how many elements an array has, without padding."""
+    found = _TYPE.match(array_type)
+    assert found is not None
+    return math.prod(_numbers(found[2]))
+
+
 def size_bytes(array_type: str) -> int:
     """Returns how many bytes the elements of an array have, without padding."""
     found = _TYPE.match(array_type)
     assert found is not None
-    return math.prod(_numbers(found[2])) * int(found[1] or _BITS_OF_BOOLEANS) // 8
+    return element_count(array_type) * int(found[1] or _BITS_OF_BOOLEANS) // 8
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

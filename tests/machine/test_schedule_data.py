@@ -8,7 +8,7 @@ from bundle_text import dma, program, wait
 from jaxops_command.options import CommandError
 from jaxops_command.schedule_data import scalars_of
 from lowering.schedule.chips import CHIPS
-from lowering.schedule.data_hints import DependsOnDataError, Given, names_of
+from lowering.schedule.data_hints import Decisions, DependsOnDataError, Given, names_of
 from lowering.schedule.kernel import replay
 from lowering.tpu_core.bundles import read_bundles
 from lowering.tpu_core.layouts import in_memory
@@ -73,6 +73,14 @@ def test_a_word_that_the_program_passes_is_known():
     assert [run(*lines, operands={"s1": word}).cycles for word in (4, 5)] == [3 + 4 + 1, 13]
     with pytest.raises(DependsOnDataError, match=r"or scalars what is in operand 0 \(s32\[8\]\) of kernel"):
         run(*lines, operands={"s1": Unknown()})
+
+
+def test_an_operand_that_is_given_in_part_is_named_where_data_decides():
+    given = Given.of(None, {"kernel": {0: [0, 1]}}).of_call("kernel.1", "kernel", {0: "s32[4]{0:T(128)}"})
+    with pytest.raises(DependsOnDataError, match=r"; scalars give 2 of the 4 elements of operand 0$"):
+        Decisions("kernel", {}, given).holds(5, None)
+    whole = Given.of(None, {"kernel": {0: [0, 1, 2, 3]}}).of_call("kernel.1", "kernel", {0: "s32[4]{0:T(128)}"})
+    assert whole.gaps == ()
 
 
 def test_a_transfer_overwrites_more_words_than_are_known():
