@@ -17,6 +17,8 @@ class ChunkSizes(NamedTuple):
         by replay, smaller chunks spend over a tenth of their time on the float32 sum for the weight.
       tile_logits: of a tile of columns over all rows: 1 MiB in float32, which stays in a processor's cache between the
         steps that read it.
+      fused_logits: of a tile of columns over a chunk of rows on a TPU, where only sums of rows leave a tile: 16 MiB in
+        float32. By replay, smaller ones need up to 1.4 times as long, and larger ones are stored.
       vocabulary_parts: the devices over which a vocabulary may lie without being moved by tiles. More parts would be
         shorter than the units in which memory is laid out.
       block: of the gradient of a weight, in elements, that a CPU adds a product to at a time: it stays in a cache.
@@ -30,6 +32,7 @@ class ChunkSizes(NamedTuple):
     least: int = 256
     exponentials: int = 2**28
     tile_logits: int = 2**18
+    fused_logits: int = 2**22
     vocabulary_parts: int = 16
     block: int = 2**20
     first_columns: int = 256
@@ -56,11 +59,17 @@ def rows_of_exponentials(classes: int, features: int, *, metrics: bool = False) 
     return max(SIZES.least, features // 4, rows)
 
 
-def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chunk_rows: int | None) -> int | None:
+def columns_of_tile(
+    all_rows: Any,
+    rows: Any,
+    weight_shape: tuple[int, ...],
+    chunk_rows: int | None,
+    tile_logits: int = SIZES.tile_logits,
+) -> int | None:
     """Returns how many columns are computed at a time, of as many rows as are taken at once; None for all columns.
 
-    Their logits are as many as those of `chunk_rows` whole rows; without it, all of few, and of many rows so many that
-    reading and writing the rows' feature sums is cheap.
+    Their logits are as many as those of `chunk_rows` whole rows; without it, all of few, else `tile_logits`, or of many
+    rows so many that reading and writing the rows' feature sums is cheap.
     """
     classes, features = weight_shape
     if jax.export.is_symbolic_dim(classes):
@@ -70,5 +79,5 @@ def columns_of_tile(all_rows: Any, rows: Any, weight_shape: tuple[int, ...], chu
         return least
     if chunk_rows is None and all_rows * classes <= SIZES.logits:
         return None
-    logits = max(SIZES.tile_logits, all_rows * least) if chunk_rows is None else chunk_rows * classes
+    logits = max(tile_logits, all_rows * least) if chunk_rows is None else chunk_rows * classes
     return math.ceil(logits / max(1, rows))

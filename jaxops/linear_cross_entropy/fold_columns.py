@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import varying_with
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, columns_of_tile
-from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, is_on_one_device
+from jaxops.linear_cross_entropy.fold_rows import KeptRows, even_steps, fuses, is_on_one_device
 from jaxops.linear_cross_entropy.operands import Columns, Rows
 from jaxops.linear_cross_entropy.row_statistics import RowSums, finite
 from lowering.operators import Place
@@ -95,9 +95,10 @@ def fold_columns(
     carry = varying_with((of_rows, of_columns), (rows, columns))
     count = math.prod(jax.tree.leaves(rows)[0].shape[:-1])
     all_rows, at_once = (count, count) if kept is None else (kept.is_kept.size, kept.chunk_rows)
-    if kept is not None and kept.fuses and of_columns is None:
-        all_rows = at_once  # where a tile writes nothing of its own, whole logits of a chunk are faster if they are few
-    tile_columns = columns_of_tile(all_rows, at_once, columns.weight.shape, chunk_rows)
+    tile_logits = SIZES.tile_logits
+    if fuses(place) and of_columns is None:
+        all_rows, tile_logits = at_once, SIZES.fused_logits  # a tile writes nothing of its own
+    tile_columns = columns_of_tile(all_rows, at_once, columns.weight.shape, chunk_rows, tile_logits)
     if tile_columns is None or tile_columns >= vocabulary:
         return add_tile(carry, Tile(1, vocabulary, vocabulary, 0))
     # Devices that share a vocabulary need nothing from each other if it is cut into parts. On a single device, nothing

@@ -15,7 +15,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.derivative import Active, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.linear_cross_entropy.fold_columns import Tile, fold_columns, merged
-from jaxops.linear_cross_entropy.fold_rows import kept_rows
+from jaxops.linear_cross_entropy.fold_rows import fuses, kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, CotangentTerms, Needs, Rows, RowStatistics, axes
 from jaxops.linear_cross_entropy.row_statistics import Logits, RowSums, statistics_terms, target_total, with_scale
 from lowering.operators import EVERYWHERE, Form, Place
@@ -74,7 +74,7 @@ def statistics_by_columns(
 
     def add(tile: Tile, in_tile: Columns, _: None, chunk: tuple[RowSums, Rows]) -> tuple[RowSums, None]:
         before, rows = chunk
-        sums = Logits.of(tile.rows(rows), in_tile, softcap).sums(metrics=metrics)
+        sums = Logits.of(tile.rows(rows), in_tile, softcap).sums(metrics=metrics, fused=fuses(place))
         return merged(jax.tree.map(lambda *pair: jnp.stack(pair), before, tile.sums(sums))), None
 
     shapes = jax.eval_shape(lambda: Logits.of(taken, columns, softcap).sums(metrics=metrics))

@@ -269,19 +269,27 @@ class Logits(NamedTuple):
             logits = logits - jnp.where(is_label(rows.labels, logits), rows.margin[..., None], 0)
         return logits
 
-    def sums(self, *, metrics: bool) -> RowSums:
-        """Computes the sums of rows; `metrics` asks for the last two."""
+    def sums(self, *, metrics: bool, fused: bool = False) -> RowSums:
+        """Computes the sums of rows; `metrics` asks for the last two.
+
+        With `fused`, columns are compared with the label's and the maximum's. A TPU does so while it computes logits;
+        a gather and an argmax take it several times as long. CPUs pass over stored logits for each sum.
+        """
         rows, columns, logits = self.rows, self.columns, self.scaled
         # 0 if all logits are -inf, because z - m would be NaN.
-        maximum = finite(jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
+        largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+        maximum = finite(largest)
         shifted = logits - maximum[..., None]
         exp = jnp.exp(shifted)
         sums = RowSums(maximum, jnp.sum(exp, axis=-1) - 1)
         if rows.labels is not None:
             count = logits.shape[-1]
             # Picked before the maximum is subtracted: with two uses, the difference would be one more array of logits.
-            at = jnp.clip(rows.labels, 0, count - 1)[..., None]
-            picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
+            if fused:
+                picked = jnp.sum(jnp.where(is_label(rows.labels, logits), logits, 0), axis=-1) - maximum
+            else:
+                at = jnp.clip(rows.labels, 0, count - 1)[..., None]
+                picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0] - maximum
             has_label = (rows.labels >= 0) & (rows.labels < count)
             label_logit = jnp.where(has_label, picked, jnp.zeros_like(picked))
             sums = sums._replace(label_logit=label_logit, has_label=has_label.astype(picked.dtype))
@@ -291,7 +299,13 @@ class Logits(NamedTuple):
             sums = sums._replace(target_logit=jnp.sum(targets * shifted, axis=-1), target_total=total)
         if metrics:
             weighted = jnp.sum(exp * finite(shifted), axis=-1)
-            sums = sums._replace(weighted_logit=weighted, prediction=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+            if fused:
+                is_largest = (logits == largest[..., None]) | jnp.isnan(logits)
+                at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+                prediction = jnp.min(jnp.where(is_largest, at, logits.shape[-1] - 1), axis=-1)
+            else:
+                prediction = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            sums = sums._replace(weighted_logit=weighted, prediction=prediction)
         return sums
 
     def gradients(

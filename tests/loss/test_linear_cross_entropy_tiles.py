@@ -17,10 +17,12 @@ from linear_cross_entropy_oracle import (
     make_case,
     value_and_gradients,
 )
+from linear_cross_entropy_rows_oracle import expected_statistics, make_operands
 
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from jaxops.linear_cross_entropy.fold_rows import kept_rows
 from jaxops.linear_cross_entropy.operands import SKIPPED, Rows
+from jaxops.linear_cross_entropy.operator import statistics_by_columns
 from jaxops.linear_cross_entropy.row_statistics import Logits
 from jaxops.testing.meshes import gathered_sizes
 from lowering.operators import Place
@@ -150,6 +152,27 @@ def test_rows_are_only_reordered_on_one_device(device_count):
     assert kept_rows(rows, None, 3) is None
     assert (kept_rows(rows, Place("tpu", device_count), 3) is not None) == (device_count == 1)
     assert kept_rows(rows._replace(labels=None, probabilities=jnp.zeros((12, 3))), Place("tpu"), 3) is None
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_row_statistics_as_tpus_compute_them_equal_float64(metrics, rng):
+    """Columns are compared there: with the label's, and with the largest, of which the first is predicted."""
+    rows, columns = make_operands(rng, rows=MANY, classes=23, bias=True)
+    columns = jax.tree.map(lambda x: x.at[20:].set(x[2:5]), columns)
+    computed = functools.partial(
+        statistics_by_columns, softcap=None, chunk_rows=300, metrics=metrics, place=Place("tpu")
+    )
+    program = jax.make_jaxpr(computed)(rows, columns)
+    assert "argmax" not in str(program)
+    actual, counts = jax.jit(computed)(rows, columns), np.asarray(rows.labels) != SKIPPED
+    for found, wanted in zip(actual, expected_statistics(rows, columns, metrics=metrics), strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            is_compared = counts | metrics
+            np.testing.assert_allclose(found[is_compared], wanted[is_compared], rtol=1e-5, atol=2e-5)
+    with_nan = jax.jit(computed)(rows._replace(x=rows.x.at[5, 0].set(jnp.nan)), columns)
+    assert jnp.isnan(with_nan.log_sum_exp[5])
+    assert with_nan.prediction is None or with_nan.prediction[5] == 0
 
 
 @pytest.mark.sampled
