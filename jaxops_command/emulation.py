@@ -162,15 +162,9 @@ def _compared(found: Any, expected: Any) -> dict[str, Any]:
         largest = float(np.max(np.abs(wide[1]), where=np.isfinite(wide[1]), initial=0.0))
         nans = [int(np.isnan(x).sum()) for x in wide]
         one_sided = int(np.sum(np.isnan(wide[0]) != np.isnan(wide[1])))
-    relative = difference / largest if largest else math.inf
-    is_same = a.tobytes() == b.tobytes()
-    difference, relative = (0.0, 0.0) if is_same else (difference, relative)
-    found = {
-        "type": f"{a.dtype}{list(a.shape)}",
-        "difference": difference,
-        "of largest": relative,
-        "same bits": is_same,
-    }
+    relative = difference / largest if largest else math.inf if difference else 0.0
+    found = {"type": f"{a.dtype}{list(a.shape)}", "difference": difference, "of largest": relative}
+    found["same bits"] = a.tobytes() == b.tobytes()
     found = {name: value if _is_json(value) else None for name, value in found.items()}
     return found | {"NaN": nans, "NaN on one side": one_sided}
 

@@ -18,7 +18,7 @@ class ChunkSizes(NamedTuple):
       tile_logits: of a tile of columns over all rows: 1 MiB in float32, which stays in a processor's cache between the
         steps that read it.
       fused_logits: of a tile of columns over a chunk of rows on a TPU, where only sums of rows leave a tile: 16 MiB in
-        float32. By replay, smaller ones need up to 1.4 times as long, and larger ones are stored.
+        float32. By replay, smaller ones take longer, and larger ones are stored.
       vocabulary_parts: the devices over which a vocabulary may lie without being moved by tiles. More parts would be
         shorter than the units in which memory is laid out.
       block: of the gradient of a weight, in elements, that a CPU adds a product to at a time: it stays in a cache.

@@ -41,7 +41,7 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
         def kernel(x_ref, o_ref):
             o_ref[...] = x_ref[...]
 
-        def unknown(x_ref, o_ref):
+        def undefined_kernel(x_ref, o_ref):
             o_ref[...] = jnp.log(-1 - x_ref[...])  # on a chip NaN has other bits
 
         def copied(x, interpret, at, kernel=kernel):
@@ -58,8 +58,8 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
         def copies(x):
             return copied(x, False, lambda i: i)
 
-        def forgets(x):
-            return copied(x, False, lambda i: i, unknown)
+        def undefined(x):
+            return copied(x, False, lambda i: i, undefined_kernel)
         """)
     )
     for name, argument, code, said in (
@@ -70,7 +70,7 @@ def test_the_command_fails_where_the_interpreter_refuses_a_kernel_or_none_runs(t
             2,
             "no Pallas kernel runs; a pallas_call on mine.py:15 (copied) has interpret=True",
         ),
-        ("forgets", "f32[16,256]", 0, "NaN: 4,096 here, 4,096 there"),
+        ("undefined", "f32[16,256]", 0, "NaN: 4,096 here, 4,096 there"),
         ("copies", "i32[16,256]", 0, "┘ integer arguments were drawn from 0 to 1: --operands FILE.npz gives others"),
     ):
         command = ["emulate", f"{tmp_path / 'mine.py'}:{name}", "--arg", argument, "--target", "tpu-v5e"]
