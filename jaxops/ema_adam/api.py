@@ -31,6 +31,7 @@ from jaxops.embedding.embedding_row_gradients import RowGradients
 from lowering.describe import first_line
 from lowering.pytrees import flattening_fault
 
+# Signatures quote this and `Number`, whose parts would fill a screen of help().
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 
@@ -48,15 +49,15 @@ class EmaParamsState(NamedTuple):
 
 
 def ema_adam(
-    learning_rate: Number | Schedule,
+    learning_rate: "Number | Schedule",
     *,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
+    b1: "Number" = 0.9,
+    b2: "Number" = 0.999,
+    eps: "Number" = 1e-8,
+    weight_decay: "Number" = 0.0,
     mode: str = "adamw",
     bias_correction: bool = True,
-    ema_decay: Number | Schedule = 0.9999,
+    ema_decay: "Number | Schedule" = 0.9999,
     mu_dtype: Any | None = None,
     nu_dtype: Any | None = None,
     ema_dtype: Any | None = None,

@@ -18,15 +18,15 @@ _ARGUMENTS = ("params", "mu", "nu", "ema")
 
 
 def ema_adam_rows(
-    learning_rate: Number | Schedule,
+    learning_rate: "Number | Schedule",
     *,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
+    b1: "Number" = 0.9,
+    b2: "Number" = 0.999,
+    eps: "Number" = 1e-8,
+    weight_decay: "Number" = 0.0,
     mode: str = "adamw",
     bias_correction: bool = True,
-    ema_decay: Number | Schedule = 0.9999,
+    ema_decay: "Number | Schedule" = 0.9999,
     mu_dtype: Any | None = None,
     nu_dtype: Any | None = None,
     ema_dtype: Any | None = None,

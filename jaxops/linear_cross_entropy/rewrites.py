@@ -313,7 +313,7 @@ _IN_A_LOOP = (
     "; a gradient around the loop, not one inside of it, keeps those of all steps: then checkpoint its body, or call"
     " jaxops.linear_cross_entropy"
 )
-_REMARK = "if this differentiates a loss, rewriting that loss first saves more"
+_REMARK = "if this takes the gradient of a loss, rewrite the loss itself: that saves more"
 _OPERATOR = "jaxops.linear_cross_entropy"
 ROW_CONE = Rule("row_cone", PRODUCTS, _find_cones, _least_size, remark=_REMARK, makes_loops=True, replacement=_OPERATOR)
 ROW_CONE_SUM = Rule("row_cone_sum", PRODUCTS, _find_cone_sums, _least_size, makes_loops=True, replacement=_OPERATOR)

@@ -41,8 +41,8 @@ _OPERANDS_IN_HBM = "--xla_msa_enable=false"
 # A kernel is not executed again for more places that start transfers, or for more pairs of them.
 MOST_STARTS = 16
 UNWRITTEN = (
-    "memory that nothing has written (scratch before its first store, rows behind a ragged edge or beyond an operand, "
-    "an output block that was sent)"
+    "memory that nothing has written (scratch before its first store, rows behind a ragged edge, or beyond the end of "
+    "an operand or of scratch, an output block that was sent)"
 )
 
 

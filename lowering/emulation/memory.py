@@ -97,7 +97,7 @@ class Memory:
         first, sublanes = place.first(), place.sublanes()
         if place.stride == 1 and not (place.group or place.pattern) and sublanes == 0xFF:
             allocation, at = self._found("vmem", first)
-            if at + SUBLANES <= allocation.units:
+            if 0 <= at <= allocation.units - SUBLANES:
                 self._note(allocation.is_written[at : at + SUBLANES])
                 return allocation.words[at : at + SUBLANES].copy()
         on, rows = self._rows(first, place, sublanes)
@@ -106,7 +106,7 @@ class Memory:
             return vector
         allocation, least = self._found("vmem", min(rows))
         places = np.array(rows) - (min(rows) - least)
-        is_within = places < allocation.units
+        is_within = (places >= 0) & (places < allocation.units)
         vector[on] = self._poison
         vector[np.array(on)[is_within]] = allocation.words[places[is_within]]
         self._note(is_within)
@@ -121,9 +121,10 @@ class Memory:
         # Sublanes that the address leaves out may lie before the allocation.
         allocation, least = self._found("vmem", min(absolute))
         rows = np.array(absolute) - (min(absolute) - least)
-        if max(rows) >= allocation.units:
+        outside = rows[(rows < 0) | (rows >= allocation.units)]
+        if outside.size:
             size = f"{allocation.units} rows of 512 bytes"
-            raise MachineFaultError(f"a store to row {max(rows)} of {allocation.name}, which has {size}")
+            raise MachineFaultError(f"a store to row {max(outside, key=abs)} of {allocation.name}, which has {size}")
         vector = whole(vector)[on]
         if mask is None:
             allocation.words[rows], allocation.is_written[rows] = vector, True
@@ -212,12 +213,19 @@ class Memory:
         start = (first * unit + address % unit) * _WORDS_OF_GRANULE
         end = start + granules * _WORDS_OF_GRANULE
         size = allocation.units * unit * _WORDS_OF_GRANULE
-        if granules < 0 or end > size:
+        if granules < 0 or start < 0 or end > size:
             raise MachineFaultError(f"a transfer of {_bytes(granules)} that reaches beyond {allocation.name}")
         return allocation.words.reshape(-1)[start:end], allocation.is_written.reshape(-1)[start:end]
 
     def _found(self, space: str, address: int) -> tuple[Allocation, int]:
-        allocation = self._allocations[space].get(address // _APART[space])
+        """Returns the allocation that an address is in or nearest to, and its place there, which is negative before."""
+        allocations, number = self._allocations[space], address // _APART[space]
+        allocation = allocations.get(number)
+        if allocation is None or address >= allocation.first + allocation.units:
+            # Between two allocations, whose places are far apart: shortly before the next one, or behind this one.
+            ahead = allocations.get(number + 1)
+            if ahead is not None and ahead.first - address < _APART[space] // 2:
+                allocation = ahead
         if allocation is None:
             raise MachineFaultError(f"address {address:#x} of {space}, where nothing is allocated")
         return allocation, address - allocation.first

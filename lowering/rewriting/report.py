@@ -78,7 +78,7 @@ class Rewrites:
             table.add_column("saves on a CPU", justify="right", no_wrap=True)
             for one in self.applied:
                 what = Text("; ".join(filter(None, (one.detail, one.remark, one.on_tpu))))
-                saved = megabytes(one.saved_bytes) if one.saved_bytes else "time"
+                saved = megabytes(one.saved_bytes) if one.saved_bytes else "only time"
                 table.add_row(one.pattern, one.source, what, str(one.count), saved)
             found.append(table)
         if self.refused:

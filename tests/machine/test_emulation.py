@@ -570,6 +570,14 @@ def test_what_no_program_may_do_is_a_fault(line):
     assert FAULTS[line] in str(error.value)
 
 
+def test_a_store_before_an_allocation_names_its_row() -> None:
+    bench = Bench()
+    first, second = bench.places["vmem"]
+    for place, row in ((first - 8, -8), (second - 8, -8), (second - 4, -4), (first + 16, 23)):
+        with pytest.raises(MachineFaultError, match=f"a store to row {row} of vmem, which has 16 rows"):
+            bench.run("%1 = vst [vmem:[%s0_s0] sm:$0xff] /*vst_source=*/%v0_v0", s0=place, v0=bits(A))
+
+
 @pytest.mark.parametrize(("line", "holds"), [(COPY, "2,048 bytes"), ("%2 = vsyncadd [#flag], 1", "1 signal")])
 def test_what_a_semaphore_holds_at_the_end_has_a_unit(line, holds):
     bench = Bench()
