@@ -1,34 +1,42 @@
-"""The slope of a function along a direction: as its gradient claims it, and as differences measure it."""
+"""Slopes of a function along directions: as its gradient claims it, and as differences measure it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxops._checks.dtypes import accumulation_dtype
-from jaxops.testing.trial import SkipError, replaced
+from jaxops.testing.trial import replaced
 
 # In float64 the first serve; the others are for functions that compute in float32 whatever they are given.
 _STEPS = tuple(2.0**-exponent for exponent in (30, 20, 15, 11, 8, 6, 4))
 
 
-def slope(
-    scalar: Callable[..., jax.Array], operands: Sequence[np.ndarray], position: int, direction: np.ndarray
-) -> tuple[float, float, float]:
-    """Returns the derivative along a direction in one operand: as claimed, as measured, and to what accuracy.
+class Slope(NamedTuple):
+    """Derivative of a function along a direction: as claimed, as measured, and to what accuracy.
 
-    In float64 if the function takes it. The accuracy is how far two measurements with neighbouring steps differ, for
-    the pair that agrees best.
+    The accuracy is how far two measurements with neighbouring steps differ, for the pair that agrees best.
+    """
+
+    claimed: float
+    measured: float
+    uncertainty: float
+
+
+def slopes(
+    scalar: Callable[..., jax.Array], operands: Sequence[np.ndarray], along: Mapping[int, np.ndarray]
+) -> list[Slope | None]:
+    """Returns the derivative along one direction for each of some operands; None where the function is not finite.
+
+    In float64 if the function takes it. The function and its gradient are compiled once.
     """
     try:
         with jax.enable_x64(True):
-            return _slope(scalar, [in_float64(x) for x in operands], position, direction.astype(np.float64))
-    except SkipError:
-        raise
+            return _slopes(scalar, [in_float64(x) for x in operands], along)
     except Exception:  # it mixes dtypes, or has kernels for narrower ones alone
-        return _slope(scalar, operands, position, direction)
+        return _slopes(scalar, operands, along)
 
 
 def in_float64(x: np.ndarray) -> np.ndarray:
@@ -41,27 +49,37 @@ def widest(x: Any) -> Any:
     return accumulation_dtype(x.dtype)
 
 
-def _slope(
-    scalar: Callable[..., jax.Array], operands: Sequence[Any], position: int, direction: np.ndarray
-) -> tuple[float, float, float]:
+def _slopes(
+    scalar: Callable[..., jax.Array], operands: Sequence[Any], along: Mapping[int, np.ndarray]
+) -> list[Slope | None]:
     compiled = jax.jit(lambda *xs: scalar(*xs))
-    gradient = jax.jit(jax.grad(scalar, position))(*operands)
-    products = np.asarray(gradient, np.float64) * direction.astype(np.float64)
+    gradients = jax.jit(jax.grad(scalar, tuple(along)))(*operands)
 
-    def moved(step: float) -> float:
-        x = operands[position]
-        there = x.astype(np.float64) + step * direction.astype(np.float64)
-        return float(compiled(*replaced(operands, position, there.astype(x.dtype))))
+    def of(position: int, gradient: jax.Array) -> Slope | None:
+        x, direction = operands[position], along[position].astype(np.float64)
 
+        def moved(step: float) -> float:
+            there = x.astype(np.float64) + step * direction
+            return float(compiled(*replaced(operands, position, there.astype(x.dtype))))
+
+        return _slope(moved, np.asarray(gradient, np.float64) * direction)
+
+    return [of(position, gradient) for position, gradient in zip(along, gradients, strict=True)]
+
+
+def _slope(moved: Callable[[float], float], products: np.ndarray) -> Slope | None:
+    """Measures the slope of a function of a step, of which the sum of these products is claimed."""
     measured = np.array([(moved(step) - moved(-step)) / (2 * step) for step in _STEPS])
-    precision = _precision(measured, abs(moved(0.0)))
+    magnitude = abs(moved(0.0))
+    precision = _precision(measured, magnitude)
     # Of a pair of steps: how far they differ, and what rounding makes of the values, and of the claimed sum.
     with np.errstate(invalid="ignore"):
-        uncertainty = 2 * np.abs(np.diff(measured)) + precision * abs(moved(0.0)) / np.array(_STEPS[:-1])
+        uncertainty = 2 * np.abs(np.diff(measured)) + precision * magnitude / np.array(_STEPS[:-1])
     if not np.isfinite(uncertainty).any():
-        raise SkipError(f"the function is not finite around operand {position}")
+        return None
     best = int(np.nanargmin(uncertainty))
-    return float(products.sum()), float(measured[best]), float(uncertainty[best] + precision * np.abs(products).sum())
+    rounding = precision * np.abs(products).sum()
+    return Slope(float(products.sum()), float(measured[best]), float(uncertainty[best] + rounding))
 
 
 def _precision(measured: np.ndarray, magnitude: float) -> float:

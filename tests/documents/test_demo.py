@@ -80,6 +80,7 @@ def test_steps_are_said_now_and_then_where_there_is_no_terminal() -> None:
     assert log.getvalue() == "step 25 of 60, loss 4.00\nstep 50 of 60, loss 2.00\n"
 
 
+@pytest.mark.long
 def test_model_does_not_look_ahead(tokens: jax.Array) -> None:
     params = jax.tree.map(lambda leaf: leaf + 0.1, model.init(jax.random.key(0), SHAPE))
     changed = tokens.at[:, 5:].set(0)

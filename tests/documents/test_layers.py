@@ -84,6 +84,11 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(), filename=str(FILES[module]))
 
 
+@functools.cache
+def _nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(_tree(module)))
+
+
 def _imported(node: ast.AST) -> list[str]:
     """The modules and names that an import statement brings in, by their full names."""
     match node:
@@ -95,8 +100,9 @@ def _imported(node: ast.AST) -> list[str]:
     return []
 
 
+@functools.cache
 def _imports(module: str) -> list[str]:
-    return [name for node in ast.walk(_tree(module)) for name in _imported(node)]
+    return [name for node in _nodes(module) for name in _imported(node)]
 
 
 def _within(name: str, *prefixes: str) -> bool:
@@ -146,15 +152,14 @@ def _nothing_imports_the_modules_for_a_framework(module: str) -> None:
 
 
 def _imports_stand_at_the_top(module: str) -> None:
-    tree = _tree(module)
-    at_import = set(_run_at_import(tree))
-    late = [name for node in ast.walk(tree) if node not in at_import for name in _imported(node)]
+    at_import = set(_run_at_import(_tree(module)))
+    late = [name for node in _nodes(module) if node not in at_import for name in _imported(node)]
     deferred = (*DEFERRED, "jaxops_command") if module in LIGHT else DEFERRED
     assert [name for name in late if not _within(name, *deferred)] == []
 
 
 def _imports_are_not_guarded(module: str) -> None:
-    handlers = [node.type for node in ast.walk(_tree(module)) if isinstance(node, ast.ExceptHandler) and node.type]
+    handlers = [node.type for node in _nodes(module) if isinstance(node, ast.ExceptHandler) and node.type]
     caught = {name.id for handler in handlers for name in ast.walk(handler) if isinstance(name, ast.Name)}
     assert caught.isdisjoint({"ImportError", "ModuleNotFoundError"})
 
@@ -170,7 +175,7 @@ def _private_jax_is_used_in_one_file(module: str) -> None:
     if module.split(".")[-1] == "_jax_private":
         return
     assert [name for name in _imports(module) if _within(name, "jax._src")] == []
-    private = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute) and node.attr == "_src"]
+    private = [node for node in _nodes(module) if isinstance(node, ast.Attribute) and node.attr == "_src"]
     assert [chain for chain in map(ast.unparse, private) if chain == "jax._src"] == []
 
 
@@ -202,6 +207,7 @@ def test_replays_and_emulation_decide_nothing(module: str) -> None:
         assert [name for name in ours if _within(name, *COMPARE_REPLAYS)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", sorted({*FOR_FRAMEWORKS.values()}))
 def test_import_without_a_framework_names_it(framework: str) -> None:
     modules = [module for module, needed in FOR_FRAMEWORKS.items() if needed == framework]
@@ -232,7 +238,7 @@ def test_options_and_help_need_only_typer(module: str) -> None:
 @pytest.mark.parametrize("module", [module for module in FILES if _within(module, "lowering")])
 def test_lowering_names_no_kernel(module: str) -> None:
     kernels = {other.split(".")[2] for other in FILES if re.fullmatch(r"pallas_kernels\.(tpu|gpu)\.\w+", other)}
-    for node in ast.walk(_tree(module)):
+    for node in _nodes(module):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
                 assert name not in kernels, f"{module}:{node.lineno}"
@@ -244,6 +250,7 @@ def test_import_loads_only_what_it_needs() -> None:
     assert result.stdout.split() == []
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "statements",
@@ -272,6 +279,7 @@ threads = [threading.Thread(target=run, args=(statement,)) for statement in stat
         assert result.stderr == ""
 
 
+@pytest.mark.long
 def test_package_can_be_reloaded() -> None:
     """As notebooks do; also before anyone has asked for what is imported later."""
     code = "import importlib, jaxops; importlib.reload(jaxops); print(callable(jaxops.ema_adam))"

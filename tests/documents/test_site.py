@@ -69,6 +69,7 @@ def test_start_runs_as_pasted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert len(names["rewritten"].report(names["x"], names["weight"]).applied) == 1
 
 
+@pytest.mark.long
 def test_scale_runs_as_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("scale.md", monkeypatch)
     expected = float(names["one_device"])

@@ -42,8 +42,8 @@ KERNELS = {
 # As the operators see images: (..., n, a, c, b), with several blocks along each axis, ragged ones, and batch axes.
 SHAPES = {
     "tpu": {
-        "channels-first": (4, 1, 24, 256),
         "channels-last": (4, 48, 256, 1),
+        "channels-first": (4, 1, 24, 256),
         "ragged": (3, 1, 5, 49),
         "ragged-last": (3, 15, 5, 1),
         "batch-in-sublanes": (8, 9, 128, 1),
@@ -125,6 +125,7 @@ def test_batch_norm_kernels_agree_with_float64(name, shape, capfd):
     check(name, shape, "float32", RELU, True, capfd)
 
 
+@pytest.mark.long
 # Rows of few channels side by side: as many as make 16 bytes a thread, or 8, or 4, and divide the images.
 @pytest.mark.parametrize(
     ("shape", "vector"),
@@ -192,6 +193,7 @@ def test_batch_norm_kernel_keeps_the_digits_of_a_variance_beside_a_large_mean(na
     np.testing.assert_allclose(variance, x.astype(np.float64).var((0, 1, 3)), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_batch_norm_kernels_on_tpu_keep_bfloat16_beside_a_large_mean():
     """They multiply bfloat16 before they subtract the mean, which must stay below its rounding."""
     x, _, grad, scale, bias, grad_mean, grad_variance = draw((16, 9, 128, 1), "bfloat16")
@@ -230,6 +232,7 @@ def test_batch_norm_gradient_launches_its_kernels(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == {"tpu": 2, "gpu": 4}[name]
 
 
+@pytest.mark.long
 def test_batch_norm_runs_the_interpreted_kernel():
     rng = np.random.default_rng(0)
     x, ones = rng.normal(size=(4, 8, 4, 4)).astype(np.float32), np.ones(8, np.float32)

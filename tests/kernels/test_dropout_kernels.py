@@ -129,6 +129,7 @@ def test_dropout_tpu_kernel_draws_words_of_several_rows_in_a_register(words, ban
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "dtype", "groups"), [((2, 400, 288), BF16, 4), ((384, 1312), F32, 3)], ids=str)
 def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, groups, rng, capfd, emulated):
     """The first case has two images, and words that do not fill registers; the second has a shorter last block."""
@@ -141,6 +142,7 @@ def test_dropout_tpu_kernel_draws_words_of_columns_in_sublanes(shape, dtype, gro
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_dropout_tpu_kernel_stores_few_words_of_a_row_in_sublanes(rng, capfd, emulated):
     """Blocks have 128 rows, in four bands that lie side by side in a register. The last block has only 72 rows."""
     config, shape = {"block_elements": 2**17}, (200, 1024)
@@ -231,6 +233,7 @@ def test_dropout_launches_a_kernel_each_way_for_each_devices_part(name, split):
     assert ("tensor<2x4096xf32>" in text) == (split != "none")
 
 
+@pytest.mark.long
 def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng, emulated):
     """Interpreted as a user can ask for it, on every element of a model's activations."""
     x = jnp.asarray(rng.normal(size=(4, 8, 64)), F32)
@@ -244,6 +247,7 @@ def test_dropout_runs_the_tpu_kernel_in_a_gradient(rng, emulated):
     chex.assert_trees_all_close(found, expected_of, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.interpreted
 def test_dropout_kernels_keep_the_same_elements_on_an_automatic_mesh(rng):
     x = jnp.asarray(rng.normal(size=(8, 3, 64)), F32)
@@ -255,6 +259,7 @@ def test_dropout_kernels_keep_the_same_elements_on_an_automatic_mesh(rng):
     np.testing.assert_allclose(grad, loss(x)[1], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_dropout_exports_to_every_platform_with_its_own_kernel():
     def drop(x):
         return dropout(jax.random.key(2), x, 0.25)

@@ -99,6 +99,7 @@ def test_embedding_kernel_takes_batch_axes_and_other_ids(name, rng, capfd, emula
     check(name, grad, indices, capfd, emulated=emulated, num_weights=4)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_embedding_kernel_sums_one_id_over_many_blocks(name, capfd):
@@ -157,6 +158,7 @@ def test_embedding_gradient_launches_its_kernel(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
 
 
+@pytest.mark.long
 def test_embedding_gradient_runs_the_interpreted_kernel(rng):
     table, indices = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32), rng.integers(0, 16, (3, 6)).astype(np.int32)
     gradient = jax.grad(lambda table: jnp.sum(jnp.sin(embedding(table, indices, scale_grad_by_freq=True))))

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import emulated_kernels
+import pytest
 
 FILES = [
     str(file) for file in sorted(Path(__file__).parents[1].glob("*/test_*.py")) if "mark.emulated" in file.read_text()
 ]
 
 
+@pytest.mark.long
 def test_interpreter_with_other_orders_finds_its_tests() -> None:
     collected = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "--emulate", "at-once", *FILES],

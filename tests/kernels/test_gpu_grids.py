@@ -56,6 +56,7 @@ def grids(monkeypatch):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_grids_of_the_largest_shapes_fit_what_cuda_launches(name, grids):
@@ -65,6 +66,7 @@ def test_grids_of_the_largest_shapes_fit_what_cuda_launches(name, grids):
     assert all(blocks <= most for grid in grids for blocks, most in zip(grid, MOST_BLOCKS, strict=True))
 
 
+@pytest.mark.long
 def test_grids_are_those_of_every_gpu_kernel():
     used = set()
     for name, operands in CASES.items():

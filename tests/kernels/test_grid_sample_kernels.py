@@ -71,6 +71,7 @@ def test_grid_sample_kernels_agree_with_float64(name, align_corners, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("align_corners", [True, False], ids=["centres", "edges"])
 @pytest.mark.parametrize("padding_mode", ["border", "reflection"])
@@ -81,6 +82,7 @@ def test_grid_sample_kernels_pad_by_pixels(padding_mode, align_corners):
     assert_all_close(launched(*operands, **options), operands, **options)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["odd-columns"])
 def test_grid_sample_kernels_round_once(name):
@@ -124,6 +126,7 @@ def test_grid_sample_launches_its_kernels():
     assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
 
 
+@pytest.mark.long
 def test_grid_sample_runs_the_interpreted_kernel():
     x, grid, _ = draw(((2, 8), (4, 6), (3, 5)))
 

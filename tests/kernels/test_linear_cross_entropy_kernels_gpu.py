@@ -243,6 +243,7 @@ def test_linear_cross_entropy_lowers_to_one_kernel_a_pass():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["shard_map", "explicit"])
 def test_linear_cross_entropy_kernels_take_each_devices_rows(split):
     axis_type = AxisType.Explicit if split == "explicit" else AxisType.Auto

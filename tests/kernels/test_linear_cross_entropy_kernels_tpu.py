@@ -116,6 +116,7 @@ def test_linear_cross_entropy_tpu_kernels_agree_with_float64(variant, rng):
             assert_close(result, true, rtol=max(2e-5, eps))
 
 
+@pytest.mark.long
 @pytest.mark.interpreted
 @pytest.mark.sampled
 @pytest.mark.parametrize("block_hidden", [128, 8], ids=["whole features", "features in parts"])
@@ -129,6 +130,7 @@ def test_linear_cross_entropy_tpu_kernel_folds_chunks_of_a_block(block_hidden, r
     assert_statistics_close(found, expected_statistics(*operands, softcap=3.0, metrics=True))
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("classes", [1024, 850], ids=["whole blocks", "a cut block"])
 def test_linear_cross_entropy_tpu_kernel_defers_what_a_block_gives_last(classes, rng):

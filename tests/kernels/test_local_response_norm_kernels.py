@@ -122,6 +122,7 @@ def test_local_response_norm_gradient_launches_its_kernels(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 2
 
 
+@pytest.mark.long
 def test_local_response_norm_runs_the_interpreted_kernel():
     (x,) = draw((4, 8, 4, 4), count=1)
 

@@ -61,6 +61,7 @@ def test_max_pool_gradient_in_16_bits_is_that_of_the_reference(case, target, pro
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_max_pool_pairs_come_in_bands_of_rows(rng, capfd):
     operands, params = operands_of(rng, *CASES["pairs-of-images"])
     blocks = max_pool_pairs.blocks_of(*operands, 3 * 2**20, **params)

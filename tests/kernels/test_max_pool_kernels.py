@@ -91,6 +91,7 @@ STORED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(("channels_last", "geometry"), STORED)
 def test_max_pool_kernel_takes_images_as_stored(channels_last, geometry, rng, capfd, request):
@@ -130,6 +131,7 @@ def test_max_pool_kernel_masks_rows_behind_the_image_and_none_where_blocks_divid
     assert seen >= {(is_late, count) for is_late in (False, True) for count in (0, 1, 2)}
 
 
+@pytest.mark.long
 def test_max_pool_kernel_takes_gradients_as_stored(rng, capfd):
     """24 columns fill their tiles, 12 do not: XLA puts the images of the gradients into sublanes."""
     geometry = ((6, 24), (2, 2), (2, 2), (0, 0))
@@ -185,6 +187,7 @@ def test_max_pool_gradient_launches_its_kernel(name):
     assert text.count(f"stablehlo.custom_call @{custom_call}") == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(2, 12, 12, 128), (8, 12, 12, 64), (2, 8, 8, 256)], ids=str)
 def test_max_pool_runs_the_interpreted_kernel(shape, rng):
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)

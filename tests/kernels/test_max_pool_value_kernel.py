@@ -73,6 +73,7 @@ def test_max_pool_value_kernel_agrees_with_float64(case, dtype, rng, capfd, monk
     assert stored.is_grouped == case.startswith("images-in-sublanes")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("propagate_nan", [True, False])
 def test_max_pool_value_kernel_treats_nan_and_infinity_as_the_operator_does(propagate_nan, dtype):

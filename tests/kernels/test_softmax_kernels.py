@@ -201,6 +201,7 @@ def assert_takes_special_values(name, x, axis):
         np.testing.assert_allclose(dx, oracle.backward(y, np.ones_like(x), axis, log), rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_softmax_gradient_launches_its_kernels(name):
     custom_call = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[name]
@@ -294,6 +295,7 @@ def test_softmax_kernel_on_tpu_sees_channels_as_they_are_stored(shape, seen, axi
     assert (view.shape, view.axis) == (seen, axis)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axes", [(1,), (1, 2), (1, 3), (), (0, 1, 2, 3)], ids=str)
 def test_groups_are_put_back_where_they_lay(axes, rng):
     x = jnp.asarray(rng.normal(size=(2, 3, 4, 5)))

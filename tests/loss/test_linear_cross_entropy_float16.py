@@ -315,6 +315,7 @@ def test_linear_cross_entropy_kernels_for_tpus_refuse_float16():
     assert "tpu_custom_call" not in step.as_text()
 
 
+@pytest.mark.long
 def test_linear_cross_entropy_over_a_split_vocabulary_takes_the_gpu_kernels_in_float16():
     """There the gradient of x is float32 until it is added up over devices."""
     x, weight, labels = make_case()

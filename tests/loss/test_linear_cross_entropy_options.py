@@ -135,6 +135,7 @@ def test_a_loss_of_rows_that_are_nearly_certain_keeps_its_digits(form, rng):
     np.testing.assert_allclose(np.asarray(log_probs, np.float64).sum(), -truth.sum(), rtol=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "config", "interpret"),
     [

@@ -104,6 +104,7 @@ def test_exponentials_from_the_tpu_kernel_equal_float64(names, attributes, dtype
     assert max(others) < (1e-5 if dtype == "float32" else 5e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("features", [512, 200])
 def test_exponentials_of_the_tpu_kernel_are_complete_when_features_come_in_parts(features, rng):
     x, weight, labels = make_case(rng, rows=(130,), hidden=features, classes=CLASSES, scale=0.2, ignored=0)
@@ -118,6 +119,7 @@ def test_exponentials_of_the_tpu_kernel_are_complete_when_features_come_in_parts
     np.testing.assert_allclose(rest, truth.sum(-1), rtol=2e-5)
 
 
+@pytest.mark.long
 def test_the_sum_alone_takes_the_kernel_of_the_statistics(rng):
     x, weight, labels = make_case(rng, rows=(33,), classes=CLASSES, dtype="bfloat16")
     loss = functools.partial(linear_cross_entropy, **OPTIONS, label_smoothing=0.1)
@@ -156,6 +158,7 @@ def test_prior_shift_takes_logits_of_any_size(scale, dtype, rng):
     assert max(gradients) < (1e-5 if dtype == "float32" else 4e-3)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.usefixtures("fuses")
@@ -179,6 +182,7 @@ def test_chunks_are_computed_again_in_whatever_order_rows_are_taken(dtype, rng, 
         assert np.linalg.norm(np.float64(actual) - wanted) / np.linalg.norm(wanted) < limit
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("excess", [0.0, 100.0])

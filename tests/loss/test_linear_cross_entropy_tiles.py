@@ -261,6 +261,7 @@ def test_linear_cross_entropy_meets_its_memory_targets():
     assert temporaries["recompute"] <= 0.05 * logits_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("strategy", contract.first_in_every_run(STRATEGIES))
 def test_linear_cross_entropy_in_tiles_leaves_a_split_weight_split(strategy, axis_type, rng):
@@ -278,6 +279,7 @@ def test_linear_cross_entropy_in_tiles_leaves_a_split_weight_split(strategy, axi
     assert [grad.sharding.spec[0] for grad in results[1]] == ["data", "vocab"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_linear_cross_entropy_skips_other_chunks_on_each_device(strategy, rng):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -113,6 +113,7 @@ BEGIN = [{"case": "double"}, {"record": {"a": 1}}, {"begin": {"kernel": "endless
 RUNS, RAN = {"runs": True}, {"runs": False}
 
 
+@pytest.mark.long
 def test_a_process_that_says_nothing_more_is_ended_and_blamed():
     start = timing.clock()
     ending, records = heard([*BEGIN, RUNS], "sleep", limit_seconds=2.0)
@@ -144,6 +145,7 @@ def test_a_process_that_dies_is_quoted():
     )
 
 
+@pytest.mark.long
 def test_the_end_of_the_budget_blames_nobody():
     assert heard(BEGIN, "sleep", deadline=timing.clock() + 1.0)[0].how == "budget"
     assert heard([{"case": "double"}, {"ended": "done"}], "sleep")[0].how == "done"
@@ -205,6 +207,7 @@ def test_a_hang_costs_one_kernel_and_the_next_campaign_goes_on(script, tmp_path)
     assert running.run(TOYS, **options, again=True).rows == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
@@ -237,6 +240,7 @@ def test_a_gpu_campaign_does_without_autotuning(tmp_path, monkeypatch):
         assert run._environment("--more")["XLA_FLAGS"] == expected
 
 
+@pytest.mark.long
 def test_a_case_that_fails_is_told_and_tried_again_next_time(script, tmp_path):
     steps, requests = script
     options = {"stages": ["verify"], "only": ["broken"], "folder": tmp_path}

@@ -387,6 +387,7 @@ def test_environment_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         run_user_code("model.py:loss", "be traceable", fail)
 
 
+@pytest.mark.long
 def test_packages_with_operators_are_found_before_anybody_imports_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -66,6 +66,7 @@ def test_flax_train_step_is_exported(rng):
     np.testing.assert_allclose(exported.params["Dense_1"]["kernel"], expected.params["Dense_1"]["kernel"], atol=1e-5)
 
 
+@pytest.mark.long
 def test_artifact_runs_in_a_fresh_process(artifact, args, tmp_path):
     artifact.save(tmp_path / "step.jaxops")
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(args)]
@@ -325,6 +326,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RESULTS)
 def test_jax_stores_functions_that_return_results_of_this_library(name):
     x = jnp.ones((2, 4))

@@ -179,6 +179,7 @@ def test_what_nsight_compute_says_is_kept_by_metric(tmp_path, gpu_cases, monkeyp
         gpu_cases.profiled(**kernel)
 
 
+@pytest.mark.long
 def test_an_unknown_stage_is_refused(tmp_path):
     result = gpu("polish", "--out", tmp_path)
     assert result.returncode == 2

@@ -41,6 +41,7 @@ def test_suite_has_every_kernel():
     assert len({case.name for case in SUITE}) == len(SUITE)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [(257, 64, 600, "bfloat16"), (2100, 32, 300, "float32")], ids=str)
 @pytest.mark.parametrize("name", ["linear cross entropy", "linear cross entropy, gradients in the forward pass"])
@@ -72,6 +73,7 @@ def looped():
                     yield operator.name, configs, np.asarray(labels), len(weight)
 
 
+@pytest.mark.long
 def test_kernels_in_loops_are_verified_over_three_chunks_and_a_rest():
     """Of an H100's configurations; of rows only those count that have a label."""
     found = set()

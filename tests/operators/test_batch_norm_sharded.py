@@ -75,6 +75,7 @@ def test_batch_norm_shares_statistics_over_a_mesh_axis(check_vma, rng):
     contract.assert_close(shared(x, scale, bias, residual), whole(x, scale, bias, residual))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis_name", ["batch", ("batch",)], ids=str)
 def test_batch_norm_shares_statistics_over_the_axis_of_a_vmap(axis_name, rng):
     x, *operands = draw(rng)

@@ -171,6 +171,7 @@ def test_ema_adam_rows_leaves_a_split_table_split(spec, axis_type, rng):
     assert [size for size in gathered_sizes(compiled.as_text()) if size >= table.size // 4] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedding_gradient_takes_every_form_inside_shard_map(dtype, rng):
     """One that runs here, and those of other platforms as far as they can be lowered."""

@@ -39,6 +39,7 @@ BATCH = np.ones((4, 8), np.float32), np.arange(4, dtype=np.int32)
 ABSTRACT = eqx.filter_eval_shape(Model, jax.random.key(0))
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("fn", [step, eqx.filter_jit(step)], ids=["plain", "filter_jit"])
 @pytest.mark.parametrize("model", [MODEL, ABSTRACT], ids=["arrays", "shapes"])
@@ -52,6 +53,7 @@ def test_equinox_step_is_explained_and_compiled(fn, model):
     np.testing.assert_allclose(updated.head, expected_model.head, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_equinox_step_is_exported(tmp_path):
     lowering.export(eqx.filter_jit(step), ABSTRACT, *BATCH, platforms="cpu").save(tmp_path / "step")
     artifact = lowering.load(tmp_path / "step")
@@ -64,6 +66,7 @@ def test_equinox_step_is_exported(tmp_path):
         artifact.call(training, *BATCH)
 
 
+@pytest.mark.long
 def test_exported_equinox_step_takes_its_second_step(tmp_path):
     lowering.export(eqx.filter_jit(step), MODEL, *BATCH, platforms="cpu").save(tmp_path / "step")
     model, expected = MODEL, MODEL

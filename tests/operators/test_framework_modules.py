@@ -91,6 +91,7 @@ def test_nnx_batch_norm_trains_and_evaluates_as_flax(options, batches, rng):
     close(nnx.to_pure_dict(nnx.state(ours)), nnx.to_pure_dict(nnx.state(theirs)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(8, 3), (4, 5, 3), (2, 3, 4, 2, 3)], ids=str)
 def test_flax_batch_norms_take_every_rank(shape, rng):
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -219,6 +220,7 @@ def test_batch_norms_share_statistics_over_a_mesh(batches):
         train(split, batches[0])
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(4, 5, 6, CHANNELS), (4, 5, 6, 1), (6, 1)], ids=str)
 def test_batch_norms_count_what_a_mask_says_as_flax(shape, batches, rng):
@@ -254,6 +256,7 @@ def mapped(layer):
     return jax.vmap(layer, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("axis_name", [None, "batch"], ids=["whole", "in a vmap"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
@@ -416,6 +419,7 @@ def test_nnx_loss_head_is_the_cross_entropy_of_the_layers_logits(layer, rng):
     close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
+@pytest.mark.long
 def test_nnx_loss_head_ties_the_table_of_a_model(rng):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -469,6 +473,7 @@ class LinenTied(nn.Module):
         return jaxops.linen.tied_loss(embed, x, tokens), expected_loss(embed.attend(x), tokens)
 
 
+@pytest.mark.long
 def test_linen_loss_heads_load_the_checkpoint_of_a_model(rng):
     x = rows(rng, 8)
     labels = labels_like(x, rng)
@@ -482,6 +487,7 @@ def test_linen_loss_heads_load_the_checkpoint_of_a_model(rng):
     close(ours, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("layer", ["biased", "unbiased", "tied"])
 def test_equinox_loss_head_is_the_cross_entropy_of_the_layers_logits(layer, rng):
@@ -525,6 +531,7 @@ def test_loss_heads_pass_their_options_on(rng):
     close(jaxops.equinox.LossHead(linear)(x, labels, **options), expected)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("input_dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16_x", "float32_x"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["no_dtype", "bfloat16"])

@@ -129,6 +129,7 @@ def test_dropout_reserve_space_size_refuses_what_has_no_shape(x):
     assert_refused(dropout_get_reserve_space_size, {"x": x}, BAD, "x")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", contract.first_in_every_run([(4, 4, 8, 8), (4, 4, 32), (8, 32), (4, 33)]), ids=str)
 @pytest.mark.parametrize("spec", [P("m"), P(None, "m")], ids=str)
 def test_dropout_has_the_same_reserve_space_on_an_explicit_mesh(spec, shape, rng):

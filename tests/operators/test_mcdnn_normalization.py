@@ -48,6 +48,7 @@ def ramp(*shape):
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
+@pytest.mark.long
 def test_figures_that_migrated_cudnn_programs_check():
     """Batch-norm figures of oneapi-src/SYCLomatic-test (dnnl_utils_batch_normalization_2): blends and averages."""
     x, y = ramp(2, 4, 5, 5) + 4, np.ones((2, 4, 5, 5), np.float32)
@@ -139,6 +140,7 @@ def test_extended_calls_equal_float64_and_their_twins(dtype, ops, rng):
         jax.tree.map(np.testing.assert_array_equal, twin, result)
 
 
+@pytest.mark.long
 def test_outputs_are_blended_before_they_are_rounded(rng):
     x, scale, bias, z, dy = draw(rng, dtype="float16")
     forward, backward = truths(x, scale, bias, z, dy, "SPATIAL", ("relu", 0.0))
@@ -195,6 +197,7 @@ def test_reserve_space_holds_a_bit_for_each_element_and_is_what_backward_reads(r
     np.testing.assert_array_equal(all_pass[1], dy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(4, 3, 5, 5), (8, 2, 4, 4)])
 def test_reserve_space_is_the_same_on_an_explicit_mesh(shape, rng):
     """The 300 bits of the first do not make whole bytes on each of four devices."""

@@ -81,6 +81,7 @@ def deep_loss(w: Any, x: Any, y: Any) -> Any:
     return loss(w, x, y) + jnp.sum(jax.nn.gelu(w) * jax.nn.silu(w) - jnp.tanh(w) / jnp.cosh(w)) ** 2
 
 
+@pytest.mark.long
 def test_what_stays_as_it_is_becomes_calls(few_logits_count) -> None:
     few_logits_count(95)
     jaxpr = jax.make_jaxpr(lowering.rewrite(deep_loss))(*ARGS)
@@ -204,6 +205,7 @@ class Classifier(nnx.Module):
         return self.head(self.dropout(self.norm(x)))
 
 
+@pytest.mark.long
 def test_state_of_nnx_modules_changes_as_before(few_logits_count) -> None:
     few_logits_count(95)
 

@@ -110,6 +110,7 @@ def test_rows_are_not_taken_for_classes_where_there_are_as_many(name: str, few_l
         assert (applied == ["cross_entropy_sum"]) == ("columns" not in name or "transposed" in name), applied
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("pattern", ["row_cone", "row_cone_sum", "cross_entropy", "cross_entropy_sum"])
 def test_labels_that_the_logits_of_other_rows_decide_are_theirs(pattern: str, few_logits_count) -> None:

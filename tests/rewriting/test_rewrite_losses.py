@@ -140,6 +140,7 @@ def with_its_own_targets(z: Any, y: Any) -> Any:
     return optax.softmax_cross_entropy(z, jax.lax.stop_gradient(targets)) - jnp.take_along_axis(z, y[:, None], -1)[:, 0]
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "of_logits",
@@ -162,6 +163,7 @@ def test_logits_that_decide_about_labels_or_weights_are_read_whole(of_logits, fe
     assert_alike(*(total(fn)(args[0]) for fn in (fast, rows)), 1e-4)
 
 
+@pytest.mark.long
 def test_rows_that_are_compared_with_all_rows_are_their_own_classes(few_logits_count) -> None:
     few_logits_count(35)
 
@@ -187,6 +189,7 @@ def of_groups(x):
     return -((log_probs * is_like).sum(-1) / is_like.sum(-1)).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fn", [of_pairs, of_groups])
 def test_rows_may_be_compared_with_all_others(fn, few_logits_count) -> None:
     few_logits_count(300)
@@ -238,6 +241,7 @@ def test_a_whole_step_that_reduces_returned_logits_is_rewritten(few_logits_count
     assert_alike(jax.jit(fast)(*ARGS), training_step(*ARGS))
 
 
+@pytest.mark.long
 def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(few_logits_count) -> None:
     few_logits_count(95)
     fast = lowering.rewrite(differentiated_maximum)
@@ -258,6 +262,7 @@ def test_the_gradient_of_a_loss_is_computed_in_chunks(block_size: int, few_logit
     assert_alike(jax.jit(fast)(*ARGS), gradient(*ARGS))
 
 
+@pytest.mark.long
 def test_a_head_inside_of_a_checkpoint_is_read_with_the_loss_behind_it(few_logits_count) -> None:
     few_logits_count(95)
 
@@ -357,6 +362,7 @@ def test_no_array_of_logits_is_left_in_a_gradient_that_is_rewritten_as_a_whole(
     assert_alike(jax.jit(fast)(w, x, labels), exact)
 
 
+@pytest.mark.long
 def test_extremes_of_all_logits_beside_a_loss_are_taken_in_chunks(few_logits_count) -> None:
     """Their gradient is that of the logit which is it."""
     few_logits_count(100)

@@ -123,6 +123,7 @@ def test_second_derivatives_are_those_of_the_users_rule(name: str, few_rows) -> 
     assert_alike(curvature(lowering.rewrite(LOSSES[name])), curvature(LOSSES[name]), 1e-4)
 
 
+@pytest.mark.long
 def test_forward_derivatives_of_a_jvp_are_those_of_the_users_rule(few_rows) -> None:
     def twice(fn: Callable[..., Any]) -> Any:
         def once(table: Any) -> Any:
@@ -180,6 +181,7 @@ def test_inside_of_shard_map_they_are_rewritten_and_around_it_left_alone(name: s
     assert any("rewrite the function that is mapped" in one.reason for one in report.refused), report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["divided by the norm of all rows", "added up along rows"])
 def test_rules_that_mix_rows_take_another_pass_or_are_left_alone(kind: str, few_rows) -> None:
     @jax.custom_vjp

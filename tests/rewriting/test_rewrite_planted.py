@@ -40,8 +40,8 @@ COUNTS = dict.fromkeys(PLANTED, 1) | ALREADY_DIFFERENTIATED | TWO | DROPOUTS
 # The forward pass of a pooling alone, and what takes a log sum exp of all logits and becomes a number for each row: no
 # operator replaces that, but its rows can be taken in chunks.
 CHUNKED = (
-    "connectionist_temporal_classification",
     "entropy",
+    "connectionist_temporal_classification",
     "entropy_of_two_softmaxes",
     "log_of_the_probability_of_a_fixed_class",
     "mixture_of_likelihoods",

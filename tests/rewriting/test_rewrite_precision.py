@@ -122,6 +122,7 @@ def test_value_is_as_near_to_float64_as_the_functions_own(name: str, few_logits_
         assert errors[1] <= 1.5 * errors[0] + 2e-7 * np.abs(expected).max() + 1e-8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1, 0.5], ids=["plain", "temperature"])
 def test_gradient_is_as_near_to_float64_where_targets_nearly_cancel_it(scale: float, few_logits_count) -> None:
     few_logits_count(64)

@@ -110,6 +110,7 @@ OF_OPERATOR = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("fn", "pattern"), OF_OPERATOR.values(), ids=OF_OPERATOR)
 def test_losses_take_the_operator(fn: Callable[..., Any], pattern: str) -> None:
     args = RNG.normal(size=(4, 129, FEATURES)), RNG.normal(size=(FEATURES, 1000)), RNG.integers(0, 1000, (4, 129))
@@ -119,6 +120,7 @@ def test_losses_take_the_operator(fn: Callable[..., Any], pattern: str) -> None:
     assert_alike(jax.jit(step)(x, w, y), jax.value_and_grad(fn, (0, 1))(x, w, y), 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 @pytest.mark.parametrize("name", ["log-probabilities", "focal"])

@@ -258,6 +258,7 @@ def test_chunks_of_rows_are_of_one_size_where_that_divides_the_rows(few_logits_c
     np.testing.assert_allclose(found, rows.T @ cotangent, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_sum_that_is_returned_beside_its_mean_takes_the_operator(few_logits_count) -> None:
     """Written twice, as in Flax's examples, it is still one sum."""
     few_logits_count(ROWS * CLASSES - 1)
@@ -277,6 +278,7 @@ def test_a_sum_that_is_returned_beside_its_mean_takes_the_operator(few_logits_co
         assert_gradients_alike(found[1], expected[1])
 
 
+@pytest.mark.long
 def test_terms_that_are_returned_beside_their_sum_have_derivatives(few_logits_count) -> None:
     """As trainers that log the z-loss write it: the gradient of the sum takes the operator, of a term its own way."""
     few_logits_count(ROWS * CLASSES - 1)
@@ -308,6 +310,7 @@ def assert_gradients_alike(found: dict[str, Any], expected: dict[str, Any]) -> N
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
 
@@ -334,6 +337,7 @@ def test_numbers_beside_the_last_one_are_differentiated_as_well(few_logits_count
                     np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "around"])
 def test_gradients_are_added_up_over_devices_once(is_inside: bool, few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
@@ -380,6 +384,7 @@ def test_quotients_by_zero_may_be_left_out(count: int, few_logits_count) -> None
     rewrite_checks.assert_alike(jax.jit(fast)(arrays()), function(loss)(arrays()))
 
 
+@pytest.mark.long
 def test_weights_of_rows_are_laid_out_like_rows_on_meshes(few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
 

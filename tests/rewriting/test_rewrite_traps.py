@@ -75,6 +75,7 @@ def test_what_is_no_cross_entropy_keeps_its_values(name: str, pattern: str, few_
         rewrite_checks.assert_alike(found, expected, 1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pattern", ["cross_entropy", "cross_entropy_sum"])
 def test_numbers_in_the_code_have_the_dtype_of_the_program(pattern: str, few_logits_count) -> None:
     few_logits_count(ROWS * CLASSES - 1)
