@@ -12,6 +12,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import Step, fold_kept_rows
+from jaxops.linear_cross_entropy.gradient_products import Adding, added, added_in_blocks, kept_gradient
 from jaxops.linear_cross_entropy.operands import Columns, Needs, Rows, RowStatistics, RowWeights
 from lowering.operators import Place
 
@@ -53,20 +54,18 @@ def summed_by_rows(
     """
     on_one_cpu = place == Place("cpu")
     in_blocks = on_one_cpu and not jax.export.is_symbolic_dim(rows.x.size * columns.weight.size)
-    step = chunk_step(columns, softcap, needs, metrics, algebra.added_in_blocks if in_blocks else algebra.added)
+    step = chunk_step(columns, softcap, needs, metrics, added_in_blocks if in_blocks else added)
     # XLA's CPU compiler writes what it adds up over columns or multiplies: one more array, unless the loss is plain.
     is_plain = softcap is None and columns.bias is None and columns.class_targets is None
     is_plain = is_plain and not metrics and columns.weight.dtype.itemsize > 2
     start, (classes, features) = Sums.zeros(columns, needs, weight_grad_dtype), columns.weight.shape
     chunk_rows = chunk_rows or rows_of_logits(classes, features, 2 if on_one_cpu and not is_plain else 1)
     (statistics, of_rows), sums = fold_kept_rows(step, start, (rows, weights), place, chunk_rows, all_rows=metrics)
-    weight_grad = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
+    weight_grad = kept_gradient(sums.columns.weight, columns.weight.dtype)
     return sums.loss, statistics, of_rows, sums.columns._replace(weight=weight_grad)
 
 
-def chunk_step(
-    columns: Columns, softcap: float | None, needs: Needs, metrics: bool, add: algebra.Adding = algebra.added
-) -> Step:
+def chunk_step(columns: Columns, softcap: float | None, needs: Needs, metrics: bool, add: Adding = added) -> Step:
     """Returns the step of a chunk, by which its sums are added to those of the chunks before."""
 
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> tuple[RowResults, Sums]:
@@ -78,7 +77,7 @@ def chunk_step(
         of_rows, of_columns = logits.gradients(algebra.cotangent_terms(weights, row_sums), needs, sums.columns, add)
         loss = sums.loss + jnp.sum(algebra.row_losses(statistics, weights))
         # Rounded in its chunk, so that no gradient of all rows exists in float32 if it is kept in bfloat16.
-        of_rows = of_rows._replace(x=algebra.kept_gradient(of_rows.x, rows.x.dtype))
+        of_rows = of_rows._replace(x=kept_gradient(of_rows.x, rows.x.dtype))
         return (statistics, of_rows), Sums(loss, of_columns)
 
     return step

@@ -19,7 +19,7 @@ from jaxops.linear_cross_entropy.row_targets import Vocabulary, nan_unless
 _NAME = "linear_log_probs"
 
 
-class _More(checks.LayerOptions, total=False):
+class _Options(checks.LayerOptions, total=False):
     """Further options whose values do not change the type of the result."""
 
     temperature: float | jax.Array
@@ -27,11 +27,16 @@ class _More(checks.LayerOptions, total=False):
 
 @overload
 def linear_log_probs(
-    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_entropy: Literal[False] = ..., **more: Unpack[_More]
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    return_entropy: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def linear_log_probs(
-    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_entropy: Literal[True], **more: Unpack[_More]
+    x: jax.Array, weight: jax.Array, labels: jax.Array, *, return_entropy: Literal[True], **options: Unpack[_Options]
 ) -> tuple[jax.Array, jax.Array]: ...
 def linear_log_probs(
     x: jax.Array,

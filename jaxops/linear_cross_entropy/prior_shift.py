@@ -29,6 +29,7 @@ from jaxops.linear_cross_entropy import row_statistics as algebra
 from jaxops.linear_cross_entropy.by_rows import RowResults, SumResults, Sums, chunk_step
 from jaxops.linear_cross_entropy.chunk_sizes import SIZES, rows_of_exponentials, rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_kept_rows, fold_rows, fuses
+from jaxops.linear_cross_entropy.gradient_products import added, kept_gradient
 from jaxops.linear_cross_entropy.operands import SKIPPED, Columns, Needs, Rows, RowWeights
 from lowering.operators import Place
 
@@ -137,7 +138,7 @@ def summed_by_prior_shift(
     def step(sums: Sums, chunk: tuple[Rows, RowWeights]) -> Any:
         results, is_exact, sums = by_shift(sums, *chunk)
         if is_rounded:  # within the product: behind the loop, it would be one more pass
-            weight = algebra.kept_gradient(sums.columns.weight, columns.weight.dtype)
+            weight = kept_gradient(sums.columns.weight, columns.weight.dtype)
             sums = Sums(sums.loss, sums.columns._replace(weight=weight))
         if is_one_device:
             results, sums = again(*chunk, results, sums, is_exact)
@@ -151,7 +152,7 @@ def summed_by_prior_shift(
     if columns.class_targets is not None and weights.target is not None:
         by_row = jnp.where(is_exact, weights.target, 0)
         of_columns = _with_targets(of_columns, rows.x.astype(columns.weight.dtype), columns.class_targets, by_row)
-    weight_grad = algebra.kept_gradient(of_columns.weight, columns.weight.dtype)
+    weight_grad = kept_gradient(of_columns.weight, columns.weight.dtype)
     return sums.loss, *results, of_columns._replace(weight=weight_grad)
 
 
@@ -199,11 +200,11 @@ def _chunk_step(
             x_grad = scale[..., None] * x_grad + at_label[..., None] * label_weight
             if weight_of_targets is not None and weights.target is not None:
                 x_grad = x_grad - weights.target[..., None] * algebra.over_rows(weight_of_targets, x_grad)
-            x_grad = algebra.kept_gradient(x_grad, rows.x.dtype)
+            x_grad = kept_gradient(x_grad, rows.x.dtype)
         cotangent = _with_label(off_label, rows.labels, ratio, place)
         if of_columns.weight is not None:
             scaled_x = jax.lax.optimization_barrier((scale[..., None] * x.astype(dtype)).astype(x.dtype))
-            of_columns = of_columns._replace(weight=algebra.added(of_columns.weight, cotangent, scaled_x))
+            of_columns = of_columns._replace(weight=added(of_columns.weight, cotangent, scaled_x))
         if of_columns.bias is not None:
             bias = jnp.sum(cotangent.astype(dtype) * scale[..., None], axis=tuple(range(scale.ndim)))
             of_columns = of_columns._replace(bias=of_columns.bias + bias)

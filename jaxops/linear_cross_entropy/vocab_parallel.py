@@ -21,8 +21,9 @@ from jaxops._primitive.operator import Operator
 from jaxops._primitive.results import exportable
 from jaxops.linear_cross_entropy.chunk_sizes import rows_of_logits
 from jaxops.linear_cross_entropy.fold_rows import fold_rows
+from jaxops.linear_cross_entropy.gradient_products import Factors, rounded_products
 from jaxops.linear_cross_entropy.operands import Columns, CotangentTerms, Needs, Rows
-from jaxops.linear_cross_entropy.row_statistics import Factors, Logits, is_label, rounded_products
+from jaxops.linear_cross_entropy.row_statistics import Logits, is_label
 from lowering.operators import EVERYWHERE, Form, Place
 from pallas_kernels.gpu.linear_cross_entropy import vocab_parallel as gpu
 from pallas_kernels.tpu.linear_cross_entropy import vocab_parallel as tpu

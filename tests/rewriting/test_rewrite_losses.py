@@ -252,8 +252,8 @@ def test_a_maximum_that_is_differentiated_is_computed_with_the_users_equations(f
 @pytest.mark.parametrize("block_size", [2**20, 40], ids=["whole", "blocks"])
 def test_the_gradient_of_a_loss_is_computed_in_chunks(block_size: int, few_logits_count, monkeypatch) -> None:
     few_logits_count(95)
-    row_statistics = importlib.import_module("jaxops.linear_cross_entropy.row_statistics")
-    monkeypatch.setattr(row_statistics, "SIZES", row_statistics.SIZES._replace(block=block_size, least=1))
+    gradient_products = importlib.import_module("jaxops.linear_cross_entropy.gradient_products")
+    monkeypatch.setattr(gradient_products, "SIZES", gradient_products.SIZES._replace(block=block_size, least=1))
     gradient = jax.value_and_grad(loss, (0, 1))
     fast = lowering.rewrite(gradient)
     assert [one.pattern for one in fast.report(*ARGS).applied] == ["row_cone"]

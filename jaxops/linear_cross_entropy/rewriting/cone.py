@@ -13,6 +13,7 @@ from jaxops._checks.dtypes import accumulation_dtype
 from jaxops._primitive.sharding import explicit_mesh, varying_with
 from jaxops._primitive.signature import names_of
 from jaxops.linear_cross_entropy import chunk_sizes
+from jaxops.linear_cross_entropy.gradient_products import added_in_blocks
 from jaxops.linear_cross_entropy.rewriting import picks, row_wise
 from jaxops.linear_cross_entropy.rewriting.derivatives import (
     Run,
@@ -24,7 +25,6 @@ from jaxops.linear_cross_entropy.rewriting.derivatives import (
 )
 from jaxops.linear_cross_entropy.rewriting.region import NeedsSumError, Parts, Region
 from jaxops.linear_cross_entropy.rewriting.row_wise import MAX, MIN, SUM, Chunk, Part, Role, parts_of_operands
-from jaxops.linear_cross_entropy.row_statistics import added_in_blocks
 from lowering.rewriting.graph import Level, Node, Value, backward, forward, level_of, size_of
 from lowering.rewriting.ordering import Step, Task, evaluate, needed, ordered
 from lowering.rewriting.rules import RefusalError
