@@ -130,7 +130,12 @@ def agreeing(signature: str | Signature, *operands: Any) -> list[Any]:
         return list(operands)
     axes = Signature.parse(signature) if isinstance(signature, str) else signature
     specs = axes.agreed_specs(tuple(map(_full_spec, operands)))
-    return [_resharded(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+    # Of an array that a traced function closes over, `zeros_like` and the like are not split, though it is itself.
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
+    return [
+        _resharded(x, mesh, spec, always=is_traced and not isinstance(x, jax.core.Tracer))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
 
 
 def reshaped(x: jax.Array, shape: Sequence[int], *, sharding: Any = None) -> jax.Array:
@@ -194,8 +199,11 @@ def _first_long(sizes: Sequence[int], axes: range) -> int:
     return next((axis for axis in axes if sizes[axis] != 1), axes[0])
 
 
-def _resharded(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    return x if spec == _full_spec(x) else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+def _resharded(x: Any, mesh: Any, spec: PartitionSpec, *, always: bool = False) -> Any:
+    # What NumPy made lies on no mesh, also as the argument of a jitted function.
+    if spec == _full_spec(x) and explicit_mesh([x]) is not None and not always:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def whole_along_first(x: jax.Array) -> jax.Array:

@@ -223,3 +223,38 @@ def test_documented_steps_over_a_split_vocabulary_equal_float64(shards, softmax_
     for actual, true in ((x_grad, pull @ wide_weight), (weight_grad, pull.T @ wide_x)):
         actual = np.asarray(actual).astype(np.float64)
         np.testing.assert_allclose(actual, true, rtol=tolerance, atol=tolerance * np.abs(true).max())
+
+
+def closed_over(x, weight, labels, by_row):
+    return jax.jit(lambda x, weight: linear_cross_entropy(x, weight, labels, row_weight=by_row))(x, weight)
+
+
+def of_arguments(x, weight, labels, by_row):
+    call = jax.jit(lambda x, weight, labels, by_row: linear_cross_entropy(x, weight, labels, row_weight=by_row))
+    return call(x, weight, labels, by_row)
+
+
+def of_log_probs(x, weight, labels, by_row):
+    def loss(x, weight):
+        return -jnp.sum(by_row * linear_log_probs(x, weight, labels, temperature=np.ones(labels.shape, np.float32)))
+
+    return jax.jit(loss)(x, weight) / by_row.sum()
+
+
+@pytest.mark.parametrize("in_numpy", [(), ("weights",), ("labels", "weights")], ids=str)
+@pytest.mark.parametrize("loss", [closed_over, of_arguments, of_log_probs])
+def test_explicit_meshes_take_labels_and_weights_of_rows_from_anywhere(loss, in_numpy, rng):
+    """Those that a jitted function closes over are split but not traced, and arrays of NumPy lie on no mesh."""
+    x, weight, *_ = draw(rng, "labels")
+    x, labels, by_row = np.tile(x[:8], (2, 1)), np.arange(16).astype(np.int32), (np.arange(16) % 3).astype(np.float32)
+    logits = x.astype(np.float64) @ weight.astype(np.float64).T
+    of_rows = np.log(np.exp(logits).sum(1)) - logits[np.arange(16), labels]
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows")))
+        given = [x if name in in_numpy else split(x) for name, x in (("labels", labels), ("weights", by_row))]
+        value, gradient = jax.value_and_grad(lambda x: loss(x, weight, *given))(split(x))
+    np.testing.assert_allclose(value, (by_row * of_rows).sum() / by_row.sum(), rtol=1e-5)
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    cotangents = (probabilities - np.eye(CLASSES)[labels]) * (by_row / by_row.sum())[:, None]
+    np.testing.assert_allclose(gradient, cotangents @ weight, atol=1e-6)
