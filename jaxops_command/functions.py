@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxops_command.options import (
+    CHIPS,
     EMULATED,
     PLATFORMS,
     STAGES,
@@ -166,6 +167,13 @@ def emulate(
     or if results are further from each other than --at-most says. Without --arg, the arguments are FILE.py's
     FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
+    require(
+        target not in CHIPS or target in EMULATED,
+        "target",
+        f"be one of {', '.join(EMULATED)}",
+        repr(target),
+        ", which can be compiled for but not emulated",
+    )
     require_one_of(EMULATED, "target", target)
     chosen = one_implementation_of(implementation)
     require(at_most is None or 0 <= at_most < math.inf, "--at-most", "be 0 or a positive number", str(at_most))

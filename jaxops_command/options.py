@@ -162,7 +162,10 @@ def dtype_and_shape(argument: str) -> tuple[str, tuple[int, ...]]:
     """Parses DTYPE[SHAPE]."""
     match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", argument)
     dtype, sizes = match.groups() if match else ("", "")
-    require(dtype in DTYPES, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
+    require(match is not None, "--arg", "be DTYPE[SHAPE], such as float32[128,64] or i32[]", repr(argument))
+    require(
+        dtype in DTYPES, "--arg", "have a dtype such as float32, bf16 or i32", repr(argument), meant(dtype, [*DTYPES])
+    )
     shape = tuple(int(size) for size in sizes.split(",") if size)
     require(math.prod(shape) < 2**63, "--arg", "have fewer than 2**63 elements", repr(argument))
     return DTYPES[dtype], shape

@@ -120,7 +120,8 @@ def _loaded(location: str, may_be_several: bool = False) -> tuple[ModuleType, An
     several = list(fn.values()) if may_be_several and isinstance(fn, Mapping) else [fn]
     if not several or not all(map(callable, several)):
         kind = "a function, or a dict of functions," if may_be_several else "a function"
-        raise CommandError(f"FILE.py:FUNCTION must name {kind} of {file}; got {name!r}")
+        others = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise CommandError(f"FILE.py:FUNCTION must name {kind} of {file}; got {name!r}{meant(name, others)}")
     for one in several:
         run_user_code(location, "be a function", functools.partial(require_function, one))
     return module, fn

@@ -122,8 +122,9 @@ def ema_adam(
 
     Numerics:
       Everything is computed in float32 (float64 for float64 parameters) without intermediate rounding, whatever the
-      dtypes of gradients, parameters and state. Decays given as Python numbers lose nothing in 1 - b. Differentiable in
-      gradients, parameters, state and those coefficients that are arrays, in both modes and to any order.
+      dtypes of gradients, parameters and state. So the average follows 16-bit parameters as they are before they are
+      rounded. Decays given as Python numbers lose nothing in 1 - b. Differentiable in gradients, parameters, state and
+      those coefficients that are arrays, in both modes and to any order.
 
     Example:
       >>> optimizer = jaxops.ema_adam(0.1, ema_decay=0.5)

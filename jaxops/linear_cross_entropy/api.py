@@ -160,7 +160,7 @@ def linear_cross_entropy(
 
     Numerics:
       Logits are float32 whatever the dtype of the inputs, and never rounded to 16 bits. A large common offset of the
-      logits costs no digits.
+      logits costs only the digits that float32 logits lose to it.
 
       The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
       For float16 each row is first scaled by a power of two, so that neither a mean over many rows nor a loss scale

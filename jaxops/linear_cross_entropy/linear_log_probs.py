@@ -91,7 +91,7 @@ def linear_log_probs(
 
     Numerics:
       Logits are float32 whatever the dtype of the inputs. They are divided by the temperature there, so it costs no
-      accuracy, and a large common offset of the logits costs no digits.
+      accuracy, and a large common offset of the logits costs only the digits that float32 logits lose to it.
 
       The gradient of the logits is rounded to the dtype of x before the matrix products, which accumulate in float32.
 

@@ -43,11 +43,11 @@ def emulate(
       fn: a function of arrays, jitted or not.
       *args: its arguments: arrays, or pytrees of them.
       target: "tpu-v5e", "tpu-v6e" or "tpu-v7x".
-      checks: whether to execute each call of a kernel four times: with transfers that happen when they are started,
-        when they are waited for, and half and half, and with other bits in memory that nothing has written, or from
-        which the grid's pipeline has sent a block of an output. Each pair of transfers that are in flight together,
-        where one of them writes bytes that they share, takes one more execution. Also follows which value each register
-        holds. Without, a call is executed once.
+      checks: whether to execute each call of a kernel four times: with transfers that happen when they are
+        started, when they are waited for, and half and half (twice if three share a semaphore), and with other
+        bits in memory that nothing has written, or from which the grid's pipeline has sent a block of an output.
+        Each pair of transfers that are in flight together, where one of them writes bytes that they share, takes
+        one more execution. Also follows which value each register holds. Without, a call is executed once.
       eup_error: a relative error of the transcendental unit's results, whose accuracy no document states. 0 stands for
         exact ones. Results that change more than they may depend on it.
       whole_program: whether to execute all that the compiler makes of the function, XLA's fusions and copies as well

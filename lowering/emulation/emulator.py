@@ -271,7 +271,8 @@ class Emulator:
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, bundle in enumerate(first.starts):
             numbers[bundle].append(number)
-        for order in Transfers.ORDERS[1:]:
+        # The last order leaves one between the first and the last under way.
+        for order in Transfers.ORDERS[1 : None if first.most_on_one_semaphore > 2 else -1]:
             if what := self._depends(called, operands, like, first, order=order):
                 starts = {
                     bundle

@@ -106,10 +106,14 @@ class InFlight:
 
     Those that share a semaphore count as complete in the order of their starts, and as a whole, so what meets here does
     so also on a chip that completes them in another order.
+
+    Attributes:
+      most_on_one_semaphore: how many of a semaphore have been under way at a time, at most.
     """
 
     def __init__(self) -> None:
         """Starts with nothing under way."""
+        self.most_on_one_semaphore = 0
         self._flights: dict[int, list[_Flight]] = collections.defaultdict(list)
         self._met: dict[tuple[Start, Start, bool, bool, str], Meeting] = {}
 
@@ -125,6 +129,7 @@ class InFlight:
             for earlier in flights:
                 self._meet(earlier, later)
         self._flights[semaphore].append(later)
+        self.most_on_one_semaphore = max(self.most_on_one_semaphore, len(self._flights[semaphore]))
 
     def _meet(self, earlier: _Flight, later: _Flight) -> None:
         for first_writes, second_writes in ((True, True), (True, False), (False, True)):

@@ -324,7 +324,7 @@ def _halt(core: Translator, _: str, instruction: Instruction) -> Callable[[], No
 
 
 def _beyond(core: Translator, reason: str) -> str:
-    """Says which memory a transfer would have reached beyond; "" where the compiler halts for another reason."""
+    """Says which memory a transfer would have left; "" where the compiler halts for another reason."""
     address = None
     if bounds := _BOUNDS.search(reason):
         name, source, destination, space = bounds.groups()
@@ -336,8 +336,8 @@ def _beyond(core: Translator, reason: str) -> str:
         return ""
     line = _LINE.search(reason)
     route = f"a transfer from {source} to {destination}{f' ({line[1]}:{line[2]})' if line else ''}"
-    beyond = "" if address is None else core._memory.before(space, address)
-    return f"{route} {'reads' if reads else 'writes'} beyond {beyond or f'its operand in {space}'}"
+    where = "" if address is None else core._memory.around(space, address)
+    return f"{route} {'reads' if reads else 'writes'} {where or f'beyond its operand in {space}'}"
 
 
 def _store_scalar(core: Translator, _: str, instruction: Instruction) -> Callable[[], None]:

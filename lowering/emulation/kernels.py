@@ -139,6 +139,7 @@ class Execution:
       sent_unwritten: bundles that started transfers of such words from vector memory to HBM, and how often.
       starts: the bundle that started each transfer.
       meetings: transfers that were in flight together where one wrote bytes that they share; if these were looked for.
+      most_on_one_semaphore: how many transfers of a semaphore were under way at a time, at most; if that was looked at.
       left_over: what was not as it must be at the end.
     """
 
@@ -149,6 +150,7 @@ class Execution:
     sent_unwritten: Mapping[int, int]
     starts: tuple[int, ...]
     meetings: tuple[Meeting, ...]
+    most_on_one_semaphore: int
     left_over: tuple[str, ...]
 
 
@@ -227,8 +229,7 @@ def placed(memory: Memory, name: str, space: str, array_type: str, array: np.nda
         bits, _, places = places_of(array_type)
         words, is_written = words_of(array, bits, places, poison)
         if space == "smem":
-            for at, word in enumerate(words.view(np.int32).tolist()):
-                memory.store_scalar(address + at, word)
+            memory.write(space, address, words, is_written)
         else:
             to, flags = memory.words_of(space, address)
             to[: len(words)], flags[: len(words)] = words, is_written
@@ -322,6 +323,7 @@ def execute(
         dict(call.memory.sent_unwritten),
         tuple(start.bundle for start in transfers.starts),
         () if transfers.in_flight is None else transfers.in_flight.meetings,
+        0 if transfers.in_flight is None else transfers.in_flight.most_on_one_semaphore,
         left_over(call.memory, transfers),
     )
 

@@ -21,12 +21,13 @@ from lowering.tpu_core.vectors import LANES, SUBLANES, whole
 ROW_BYTES = 4 * LANES
 _WORDS_OF_GRANULE = GRANULE_BYTES // 4
 _GRANULES_OF_ROW = ROW_BYTES // GRANULE_BYTES
+_UNIT_BYTES = {"vmem": ROW_BYTES, "hbm": GRANULE_BYTES, "smem": 4}
 # Allocations begin at multiples of so many rows of vector memory, granules of HBM, or words.
-_APART = {"vmem": 1 << 16, "hbm": 1 << 18, "smem": 1 << 16, "sflag": 1 << 16}
+_APART = {"vmem": 1 << 18, "hbm": 1 << 18, "smem": 1 << 18, "sflag": 1 << 16}
 
 
 class Allocation:
-    """A part of vector memory or HBM.
+    """A part of vector memory or HBM; or of scalar memory, whose words are kept by their addresses.
 
     Attributes:
       first: the address of its first row or granule.
@@ -37,10 +38,11 @@ class Allocation:
     def __init__(self, name: str, first: int, size_bytes: int, space: str, poison: int) -> None:
         """Starts full of poison."""
         self.first = first
-        unit_bytes = ROW_BYTES if space == "vmem" else GRANULE_BYTES
+        unit_bytes = _UNIT_BYTES[space]
         self.name = name
         self.units = -(-size_bytes // unit_bytes)
-        self.words = np.full((self.units, unit_bytes // 4), poison, np.uint32)
+        kept = 0 if space == "smem" else self.units
+        self.words = np.full((kept, unit_bytes // 4), poison, np.uint32)
         self.is_written = np.zeros(self.words.shape, bool)
 
 
@@ -76,7 +78,7 @@ class Memory:
         self._counts[space] += 1
         number = self._counts[space]
         address = number * _APART[space]
-        if space in ("vmem", "hbm"):
+        if space in _UNIT_BYTES:
             allocation = Allocation(name, address, size_bytes, space, self._poison)
             last = number + allocation.units // _APART[space]
             self._allocations[space].update(dict.fromkeys(range(number, last + 1), allocation))
@@ -156,6 +158,11 @@ class Memory:
 
     def store_scalar(self, address: int, word: int) -> None:
         """Stores a word."""
+        if address not in self._words:
+            allocation, at = self._found("smem", address)
+            if not 0 <= at < allocation.units:
+                size = f"{allocation.units} words"
+                raise MachineFaultError(f"a store to word {at} of {allocation.name} in smem, which has {size}")
         self._words[address] = word
 
     def written_words(self, address: int, most: int) -> list[int]:
@@ -179,7 +186,10 @@ class Memory:
     def write(self, space: str, address: int, words: np.ndarray, is_written: np.ndarray) -> None:
         """Writes the words of granules."""
         if space == "smem":
-            self._words.update(enumerate(words.view(np.int32).tolist(), address))
+            for at, (word, has_word) in enumerate(zip(words.view(np.int32).tolist(), is_written.tolist(), strict=True)):
+                self._words.pop(address + at, None)
+                if has_word:
+                    self._words[address + at] = word
             return
         to, flags = self._granules(space, address, len(words) // _WORDS_OF_GRANULE)
         to[:], flags[:] = words, is_written
@@ -202,10 +212,14 @@ class Memory:
             return ""
         return self._found(space, address // (_GRANULES_OF_ROW if space == "vmem" else 1))[0].name
 
-    def before(self, space: str, address: int) -> str:
-        """Returns the name of the allocation behind whose end a unit lies; "" where none is known."""
-        allocation = self._allocations[space].get(address // _APART[space])
-        return "" if allocation is None or address < allocation.first + allocation.units else allocation.name
+    def around(self, space: str, address: int) -> str:
+        """Says which allocation a unit lies before or beyond, such as "before operand 1"; "" where none is known."""
+        try:
+            allocation, at = self._found(space, address)
+        except MachineFaultError:
+            return ""
+        side = "before" if at < 0 else "beyond" if at >= allocation.units else ""
+        return side and f"{side} {allocation.name}"
 
     def _granules(self, space: str, address: int, granules: int) -> tuple[np.ndarray, np.ndarray]:
         unit = _GRANULES_OF_ROW if space == "vmem" else 1
@@ -214,7 +228,8 @@ class Memory:
         end = start + granules * _WORDS_OF_GRANULE
         size = allocation.units * unit * _WORDS_OF_GRANULE
         if granules < 0 or start < 0 or end > size:
-            raise MachineFaultError(f"a transfer of {_bytes(granules)} that reaches beyond {allocation.name}")
+            leaves = "begins before" if start < 0 else "reaches beyond"
+            raise MachineFaultError(f"a transfer of {_bytes(granules)} that {leaves} {allocation.name}")
         return allocation.words.reshape(-1)[start:end], allocation.is_written.reshape(-1)[start:end]
 
     def _found(self, space: str, address: int) -> tuple[Allocation, int]:
@@ -224,7 +239,8 @@ class Memory:
         if allocation is None or address >= allocation.first + allocation.units:
             # Between two allocations, whose places are far apart: shortly before the next one, or behind this one.
             ahead = allocations.get(number + 1)
-            if ahead is not None and ahead.first - address < _APART[space] // 2:
+            behind = _APART[space] if allocation is None else address - allocation.first - allocation.units
+            if ahead is not None and ahead.first - address < behind:
                 allocation = ahead
         if allocation is None:
             raise MachineFaultError(f"address {address:#x} of {space}, where nothing is allocated")
@@ -232,7 +248,7 @@ class Memory:
 
 
 class Transfers:
-    """Transfers in one of three orders.
+    """Transfers in one of four orders.
 
     Where a transfer to vector memory is shorter than one that has gone to the same place, as for the last block of a
     ragged operand, what the longer one has left behind it counts as not written. So does a block of an output once
@@ -244,7 +260,12 @@ class Transfers:
       in_flight: those that are not yet waited for; None if nobody asks.
     """
 
-    ORDERS = ("at their start", "at the wait for them", "in two steps, read at their start and written at the wait")
+    ORDERS = (
+        "at their start",
+        "at the wait for them",
+        "in two steps, read at their start and written at the wait",
+        "in two steps, and of several on one semaphore the first and the last in turn",
+    )
 
     def __init__(
         self, memory: Memory, order: str, only: Collection[int] | None = None, *, is_watched: bool = False
@@ -263,6 +284,7 @@ class Transfers:
         self._under_way: list[tuple[int, int, Callable[[], None]]] = []
         self._of_transfers: set[int] = set()
         self._longest: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self._completed: collections.Counter[int] = collections.Counter()
         self.starts: list[Start] = []
         self.part = ""
         self.in_flight = InFlight() if is_watched else None
@@ -320,7 +342,7 @@ class Transfers:
             write(read())
             self._memory.semaphores[semaphore] += granules
             return
-        data = read() if self._order == 2 else None
+        data = read() if self._order >= 2 else None
         self._under_way.append((semaphore, granules, lambda: write(read() if data is None else data)))
 
     def _end(self, space: str, pieces: list[tuple[int, int]]) -> End:
@@ -336,7 +358,8 @@ class Transfers:
     def wait(self, semaphore: int, amount: int, *, for_transfer: bool = False) -> None:
         """Completes what a semaphore is waited for, as little as suffices.
 
-        Of several transfers that share it, a chip may complete any first: in the second order it is the last one.
+        Of several transfers that share it, a chip may complete any first: in the second order it is the last one, in
+        the fourth the first and the last in turn, so that the middle one of three is the last to arrive.
 
         Args:
           semaphore: its address.
@@ -350,7 +373,9 @@ class Transfers:
                     self._of_transfers.add(semaphore)
                 missing = self.in_words(semaphore, amount - self._memory.semaphores[semaphore])
                 raise MachineFaultError(f"a wait for {missing} more than a semaphore holds, and nothing adds to it")
-            _, granules, complete = self._under_way.pop(places[-1 if self._order == 1 else 0])
+            takes_last = self._order == 1 or (self._order == 3 and self._completed[semaphore] % 2)
+            _, granules, complete = self._under_way.pop(places[-1 if takes_last else 0])
+            self._completed[semaphore] += 1
             complete()
             self._memory.semaphores[semaphore] += granules
         if self.in_flight is not None:

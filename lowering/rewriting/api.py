@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowering.describe import show
+from lowering.describe import meant, show
 from lowering.errors import UsageError
 from lowering.functions import name_of, require_function
 from lowering.operators import note
@@ -244,5 +244,5 @@ def _names(argument: str, given: Any, known: Collection[str]) -> tuple[str, ...]
     for name in names:
         if not isinstance(name, str) or name not in known:
             rule = f"be the name of a pattern, or a tuple of names, from {', '.join(known)}"
-            raise ValueError(f"lowering.rewrite: {argument} must {rule}; got {show(name)}")
+            raise ValueError(f"lowering.rewrite: {argument} must {rule}; got {show(name)}{meant(name, known)}")
     return names

@@ -166,7 +166,7 @@ REFUSALS = {
     ),
     "bad dtype": (
         ("explain", "mine.py:loss", "--arg", "float31[4]"),
-        "--arg must be DTYPE[SHAPE], such as float32[128,64]",
+        "--arg must have a dtype such as float32, bf16 or i32",
     ),
     "endless shape": (
         ("compile", "mine.py:unlucky", "--target", "cpu", "--arg", f"float32[{10**20}]"),

@@ -432,7 +432,7 @@ def test_a_load_that_does_not_wait_depends_on_the_order_of_transfers():
         load = "%v1_v1 = vld [vmem:[%s3_s3] sm:$0xff]"
         machine = bench.run(COPY, load, WAIT, TAKE, s1=bench.places["hbm"][0], s2=place << 4, s3=place)
         loaded.append(int(machine.registers.held["v1"][0, 0]))
-    assert loaded == [7, POISON, POISON]
+    assert loaded == [7, POISON, POISON, POISON]
 
 
 def test_of_two_transfers_on_one_semaphore_either_may_be_the_first():
@@ -447,7 +447,7 @@ def test_of_two_transfers_on_one_semaphore_either_may_be_the_first():
             *copies, WAIT, TAKE, load, s1=bench.places["hbm"][0], s2=place << 4, s3=place, s4=other << 4
         )
         loaded.append(int(machine.registers.held["v1"][0, 0]))
-    assert loaded == [7, POISON, 7]
+    assert loaded == [7, POISON, 7, 7]
 
 
 def test_a_source_that_changes_under_way_is_seen():
@@ -470,7 +470,7 @@ def test_a_source_that_changes_under_way_is_seen():
             v1=np.full((8, 128), 2, np.uint32),
         )
         arrived.append(int(bench.rows("hbm", 0)[0, 0]))
-    assert arrived == [1, 2, 1]
+    assert arrived == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize("order", Transfers.ORDERS)
@@ -547,7 +547,7 @@ FAULTS = {
     "%v1_v1 = vpop.eup %7": "nobody has pushed",
     "%v1_v1 = vadd.f32 %v3_v3, %v3_v3": "register v3 is read before",
     "%1 = vst [vmem:[%s0_s0 + $0xc] sm:$0xff] /*vst_source=*/%v0_v0": "a store to row 19 of vmem, which has 16 rows",
-    "%v1_v1 = vld [vmem:[%s0_s0 + $0x30000] sm:$0xff]": "where nothing is allocated",
+    "%v1_v1 = vld [vmem:[%s0_s0 + $0xc0000] sm:$0xff]": "where nothing is allocated",
     "%1 = shalt.err (%p0_p0)": "a check that the compiler has put in",
     (
         "%1 = shalt.err (%p0_p0), reason=BoundsCheck 0 deref of s22 for 26 dma.hbm_to_vmem thread: 0 hbm s22 "
@@ -576,6 +576,45 @@ def test_a_store_before_an_allocation_names_its_row() -> None:
     for place, row in ((first - 8, -8), (second - 8, -8), (second - 4, -4), (first + 16, 23)):
         with pytest.raises(MachineFaultError, match=f"a store to row {row} of vmem, which has 16 rows"):
             bench.run("%1 = vst [vmem:[%s0_s0] sm:$0xff] /*vst_source=*/%v0_v0", s0=place, v0=bits(A))
+
+
+@pytest.mark.parametrize("word", [-1, 4, 100_000])
+def test_a_store_outside_of_scalar_memory_names_its_word(word: int) -> None:
+    memory = Bench().memory
+    memory.allocate("before", "smem", 64)
+    first = memory.allocate("lengths", "smem", 16)
+    memory.store_scalar(first + 3, 7)
+    with pytest.raises(MachineFaultError, match=f"a store to word {word} of lengths in smem, which has 4 words"):
+        memory.store_scalar(first + word, 7)
+    assert memory.load_scalar(first + 3) == 7
+
+
+def test_what_a_transfer_pads_scalar_memory_with_is_not_written() -> None:
+    bench = Bench()
+    (source, _), lengths = bench.places["hbm"], bench.memory.allocate("lengths", "smem", 32)
+    words, is_written = bench.memory.words_of("hbm", source)
+    words[:8], is_written[:5] = range(8), True
+    bench.transfers.start(("hbm", "smem"), 1, source, lengths, 0)
+    assert [bench.memory.load_scalar(lengths + at) for at in range(5)] == list(range(5))
+    assert not bench.memory.unwritten
+    assert bench.memory.load_scalar(lengths + 5) == int(np.int32(np.uint32(POISON)))
+    assert bench.memory.unwritten.total() == 1
+
+
+@pytest.mark.parametrize("between", range(3))
+def test_any_of_three_transfers_on_one_semaphore_is_under_way_after_two_waits_in_an_order(between: int) -> None:
+    arrived = []
+    for order in Transfers.ORDERS[1:]:
+        bench = Bench(order)
+        sources, destination = bench.places["hbm"], bench.places["vmem"][0]
+        bench.set_rows("hbm", 0, np.full((16, 128), 5))
+        for number in range(3):
+            bench.transfers.start(("hbm", "vmem"), 16, sources[0], (destination + number) << 4, 0)
+        for _ in range(2):
+            bench.transfers.wait(0, 16)
+            bench.memory.semaphores[0] -= 16
+        arrived.append(bench.rows("vmem", 0)[between, 0] == 5)
+    assert not all(arrived)
 
 
 @pytest.mark.parametrize(("line", "holds"), [(COPY, "2,048 bytes"), ("%2 = vsyncadd [#flag], 1", "1 signal")])

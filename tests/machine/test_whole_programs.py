@@ -112,7 +112,7 @@ def test_a_part_may_overwrite_what_the_program_keeps_in_registers(folder):
     kept = "%s3_s0 = scalar_parameter_address 0"
     replaced(folder, "TLP", kept, f"{kept}  ;;  %s5_s2 = smov 0")
     run = Run(Program.of(Dumps(folder), "tpu-v6e"), [A], checks=True)
-    with pytest.raises(MachineFaultError, match="beyond allocation8"):
+    with pytest.raises(MachineFaultError, match="a transfer of 4,096 bytes that reaches beyond"):
         run.run([A, B])
     assert run.findings()[0] == Finding("program", "", "bundle 0x7: s2 holds s22 where s5 is read")
 
