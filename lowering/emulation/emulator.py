@@ -40,10 +40,7 @@ _TRANSFORMS = re.compile(r"\w+\(|\)")  # "jvp(" and the like around a scope
 _OPERANDS_IN_HBM = "--xla_msa_enable=false"
 # A kernel is not executed again for more places that start transfers, or for more pairs of them.
 MOST_STARTS = 16
-UNWRITTEN = (
-    "memory that nothing has written (scratch before its first store, rows behind a ragged edge, or beyond the end of "
-    "an operand or of scratch, an output block that was sent)"
-)
+UNWRITTEN = "memory that nothing has written, such as scratch before its first store or rows behind an array's last"
 
 
 @dataclasses.dataclass
@@ -351,11 +348,12 @@ def _used_early(kernel: Kernel, starts: Sequence[int]) -> str:
 
 
 def _unwritten(kernel: Kernel, execution: Execution) -> str:
-    """Says which bundles first load and send memory that nobody has written."""
-    places = {"load": min(execution.unwritten, default=None), "send": min(execution.sent_unwritten, default=None)}
+    """Says which bundles first load memory that nobody has written, and copy it to HBM."""
+    places = {
+        "load it": min(execution.unwritten, default=None),
+        "copy it to HBM": min(execution.sent_unwritten, default=None),
+    }
     found = [
-        f"bundle {place_of(kernel.bundles[at])} is the first to {does} it"
-        for does, at in places.items()
-        if at is not None
+        f"bundle {place_of(kernel.bundles[at])} is the first to {does}" for does, at in places.items() if at is not None
     ]
     return ", and ".join(found) or "no bundle loads it, so a part of the result is never written"
