@@ -64,7 +64,7 @@ clean:
 
 # An environment with this repository and the extra that the stamp is named after.
 INSTALLED = demo test lint docs
-THEN_.demo = ; then the demo trains for about 3 minutes
+THEN_.demo = ; then the demo trains for about 2 minutes
 $(INSTALLED:%=$(VENV)/.%): pyproject.toml
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || \
 		{ echo "jaxops needs Python 3.11, 3.12 or 3.13: name one with PYTHON=/path/to/python3.12" >&2; exit 2; }

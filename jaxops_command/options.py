@@ -28,7 +28,7 @@ EMULATED = ("tpu-v5e", "tpu-v6e", "tpu-v7x")
 COMPILERS = ("tpu", "cuda")
 STAGES = ("verify", "time", "tune")
 PROCESS_COUNTS = (1, 2, 4)
-STEPS, SEED = 200, 0
+STEPS, SEED = 150, 0
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas")
 # By their own names, and as jaxprs print them.

@@ -27,7 +27,7 @@ CHUNK_ROWS = 128
 class Settings(NamedTuple):
     """Settings of a run."""
 
-    steps: int = 200
+    steps: int = 150
     seed: int = 0
     batch: int = 16
     peak_learning_rate: float = 4e-3
