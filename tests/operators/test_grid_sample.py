@@ -441,13 +441,14 @@ def case_of_options(name, extents, within=(0.2, 0.8), **options):
 CASES = [
     case_of_options("grid-sample", (3, 4)),
     case_of_options("grid-sample-reflection", (3, 4), padding_mode="reflection"),
-    # Values jump halfway between two pixels. `make test` takes these volumes: they have one pixel a point, not eight.
-    case_of_options("grid-sample-volumes-nearest", (2, 3, 2), within=(0.1, 0.4), mode="nearest"),
     case_of_options("grid-sample-volumes-border", (2, 3, 2), padding_mode="border", align_corners=False),
+    # Values jump halfway between two pixels.
+    case_of_options("grid-sample-volumes-nearest", (2, 3, 2), within=(0.1, 0.4), mode="nearest"),
 ]
 
 
+# `make test` takes an operator's first: of volumes that with one pixel for each point, not eight.
 @pytest.mark.parametrize("promise", contract.PROMISES, ids=contract.promise_name)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], *reversed(CASES[2:])], ids=str)
 def test_grid_sample_keeps_promise(case, promise):
     promise(case)
