@@ -21,6 +21,7 @@ from jaxops_command.options import (
     TripCounts,
     Tuned,
     implementations_of,
+    meant,
     one_implementation_of,
     require,
     require_file,
@@ -167,14 +168,8 @@ def emulate(
     or if results are further from each other than --at-most says. Without --arg, the arguments are FILE.py's
     FUNCTION_args or example_args: a tuple, or a function that returns one.
     """
-    require(
-        target not in CHIPS or target in EMULATED,
-        "target",
-        f"be one of {', '.join(EMULATED)}",
-        repr(target),
-        ", which can be compiled for but not emulated",
-    )
-    require_one_of(EMULATED, "target", target)
+    known = ", which can be compiled for but not emulated" if target in CHIPS else meant(target, EMULATED)
+    require(target in EMULATED, "target", f"be one of {', '.join(EMULATED)}", repr(target), known)
     chosen = one_implementation_of(implementation)
     require(at_most is None or 0 <= at_most < math.inf, "--at-most", "be 0 or a positive number", str(at_most))
     require(0 <= eup_error < 1, "--eup-error", "be from 0 to 1", str(eup_error))

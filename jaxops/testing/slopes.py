@@ -68,7 +68,7 @@ def _slopes(
 
 
 def _slope(moved: Callable[[float], float], products: np.ndarray) -> Slope | None:
-    """Measures the slope of a function of a step, of which the sum of these products is claimed."""
+    """Measures the slope of a function of one step; the products add up to the slope that its gradient claims."""
     measured = np.array([(moved(step) - moved(-step)) / (2 * step) for step in _STEPS])
     magnitude = abs(moved(0.0))
     precision = _precision(measured, magnitude)

@@ -23,8 +23,8 @@ from lowering.emulation.evaluating import Evaluation, Place, Replacement
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.in_flight import Meeting
 from lowering.emulation.kernels import POISONS, Execution, Kernel, execute, unsettled
-from lowering.emulation.memory import Transfers
 from lowering.emulation.report import EmulatedKernel, Finding
+from lowering.emulation.transfers import Transfers
 from lowering.operators import operator_of
 from lowering.register import on_one_device
 from lowering.rewriting.graph import equations

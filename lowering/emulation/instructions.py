@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.memory import Memory
 from lowering.emulation.registers import Get, Registers
+from lowering.emulation.transfers import Transfers
 from lowering.emulation.units import Units, next_of
 from lowering.tpu_core import packing, vector_unit
 from lowering.tpu_core.bundles import Bundle, Instruction, Predicate

@@ -10,8 +10,9 @@ import numpy as np
 from lowering.describe import counted
 from lowering.emulation.in_flight import Meeting
 from lowering.emulation.machine import Machine
-from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.memory import Memory
 from lowering.emulation.registers import Get
+from lowering.emulation.transfers import Transfers
 from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles
 from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import UnknownFormError

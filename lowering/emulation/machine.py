@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowering.emulation.instructions import NOT_WRITTEN, RENAMED_ONLY, Call, Translator
-from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.memory import Memory
 from lowering.emulation.registers import Get, Registers
+from lowering.emulation.transfers import Transfers
 from lowering.tpu_core.bundles import Bundle, Instruction
 from lowering.tpu_core.dumps import place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError

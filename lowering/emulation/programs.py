@@ -23,9 +23,10 @@ from lowering.emulation.kernels import (
 )
 from lowering.emulation.literals import literals_of
 from lowering.emulation.machine import Machine
-from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.memory import Memory
 from lowering.emulation.registers import Get
 from lowering.emulation.report import EmulatedKernel, Finding
+from lowering.emulation.transfers import Transfers
 from lowering.tpu_core.bundles import Bundle, Instruction, read_bundles, value_of
 from lowering.tpu_core.dumps import KERNEL, TOP_LEVEL, Dumps, place_of
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError

@@ -12,9 +12,9 @@ from lowering.compiling.compile import schedules_of
 from lowering.emulation.emulator import MOST_STARTS, UNWRITTEN, Emulator, depending, later, of_fault
 from lowering.emulation.faults import EmulationError, KernelFaultError
 from lowering.emulation.kernels import POISONS
-from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import PROGRAM, Program, Run
 from lowering.emulation.report import Emulation, Finding
+from lowering.emulation.transfers import Transfers
 from lowering.functions import name_of
 from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError

@@ -163,3 +163,41 @@ def test_a_race_is_found_in_a_whole_program(distance, rng):
     whats = [one.what for one in emulation.findings if one.source.startswith("test_emulation_races_tpu.py")]
     assert ["both write the same 32,768 bytes of hbm" in what for what in whats] == [True] * (distance == 32)
     assert np.isfinite(emulation.results).all()
+
+
+@pytest.mark.parametrize("taken", range(3))
+def test_any_of_three_copies_on_one_semaphore_may_come_after_two_waits(taken):
+    def body(x, out, buffer, semaphore):
+        copies = [pltpu.make_async_copy(x.at[pl.ds(8 * at, 8)], buffer.at[at], semaphore) for at in range(3)]
+        for copy in copies:
+            copy.start()
+        for copy in copies[:2]:
+            copy.wait()
+        out[...] = buffer[taken]
+        copies[2].wait()
+
+    def call(x):
+        shape, scratch = jax.ShapeDtypeStruct((8, 256), x.dtype), [pltpu.VMEM((3, 8, 256), x.dtype)]
+        scratch.append(pltpu.SemaphoreType.DMA)
+        return pl.pallas_call(body, in_specs=[HBM], out_shape=shape, scratch_shapes=scratch)(x)
+
+    (finding,) = lowering.emulate(
+        call, np.arange(24 * 256, dtype=np.float32).reshape(24, 256), target="tpu-v5e"
+    ).findings
+    assert "starts a transfer whose memory is used before the wait for it" in finding.what
+
+
+def test_a_copy_of_a_part_of_a_tile_of_int8_moves_the_tile():
+    def body(x, out, semaphore):
+        out[...] = jnp.zeros(out.shape, out.dtype)
+        copy = pltpu.make_async_copy(x.at[:8], out.at[:8], semaphore)
+        copy.start()
+        copy.wait()
+
+    def call(x):
+        scratch = [pltpu.SemaphoreType.DMA]
+        return pl.pallas_call(body, in_specs=[HBM], out_shape=x, scratch_shapes=scratch)(x)
+
+    emulation = lowering.emulate(call, jnp.ones((64, 128), jnp.int8), target="tpu-v5e")
+    assert emulation.findings == ()
+    assert np.asarray(emulation.results).sum(1).tolist() == 32 * [128] + 32 * [0]

@@ -10,7 +10,8 @@ import jaxops
 import lowering
 from lowering.emulation.kernels import array_of, words_of
 from lowering.emulation.machine import Machine
-from lowering.emulation.memory import Memory, Transfers
+from lowering.emulation.memory import Memory
+from lowering.emulation.transfers import Transfers
 from lowering.source_lines import users_file_line
 from lowering.tpu_core import cross_lane_unit, vector_unit, vectors
 from lowering.tpu_core.bundles import read_bundles

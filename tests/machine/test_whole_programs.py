@@ -5,9 +5,9 @@ import pytest
 from bundle_text import program
 from test_emulation import A, B, Bench, bits, compressed
 
-from lowering.emulation.memory import Transfers
 from lowering.emulation.programs import Program, Run
 from lowering.emulation.report import Finding
+from lowering.emulation.transfers import Transfers
 from lowering.tpu_core.cross_lane_unit import CrossLaneUnit
 from lowering.tpu_core.dumps import Dumps
 from lowering.tpu_core.faults import MachineFaultError, UnknownFormError
