@@ -190,14 +190,7 @@ def test_command_says_that_orbax_is_missing(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_train_as_one_bit_for_bit(count, folder, uninterrupted):
-    run(count, folder)
-    assert_same(folder, uninterrupted)
-
-
-@pytest.mark.slow
-def test_killed_processes_go_on_in_other_numbers_bit_for_bit(folder, uninterrupted, monkeypatch):
+def test_processes_train_as_one_bit_for_bit_whatever_is_killed(folder, uninterrupted, monkeypatch):
     """Four, then two from a checkpoint before the newest, which is damaged, then one."""
     happens(monkeypatch, process=2, killed_at=8)
     with pytest.raises(RunError, match=r"^process 2 must run to the end; got SIGKILL after step 7, so all were"):
@@ -306,7 +299,7 @@ def held_by_devices(count: int, at: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_every_operator_in_processes_is_that_of_one_bit_for_bit(tmp_path):
-    held, held_in_one_process = held_by_devices(4, tmp_path), held_by_devices(1, tmp_path)
+    held, held_in_one_process = held_by_devices(2, tmp_path), held_by_devices(1, tmp_path)
     assert len(held) >= 2 * 3 * 4 * len(contract.representatives())
     assert [name for name in held if held[name] != held_in_one_process[name]] == []
     assert held.keys() == held_in_one_process.keys()
