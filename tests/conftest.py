@@ -15,7 +15,8 @@ import platformdirs
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling tiny programs takes most of the time, and 0.6 of that without LLVM's optimizations. XLA's own passes still
-# run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs.
+# run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs, for
+# what these rooms compare with other implementations: promises compare a function with itself.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The emitters of code for fusions that XLA had before, and has in JAX 0.10 still, take 0.6 to 0.7 of that.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -40,6 +41,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 _COVERAGE = pytest.StashKey[emulated_kernels.Coverage]()
+OPTIMIZED_ROOMS = ("operators", "loss", "compile_targets")
 SEED = 20260
 SAMPLE = 16
 
@@ -97,6 +99,14 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
         assert kernels or not interprets
         if not kernels:
             pytest.skip("interprets no TPU kernel")
+
+
+@pytest.fixture(autouse=True)
+def optimized(request: pytest.FixtureRequest) -> None:
+    """Where a run optimizes, does so for the tests that gain by it."""
+    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0":
+        is_optimized = request.path.parent.name in OPTIMIZED_ROOMS and "promise" not in request.fixturenames
+        jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
 @pytest.fixture(autouse=True, scope="module")
