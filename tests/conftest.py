@@ -41,6 +41,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 _COVERAGE = pytest.StashKey[emulated_kernels.Coverage]()
+IS_OPTIMIZED = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
 OPTIMIZED_ROOMS = ("operators", "loss", "compile_targets")
 SEED = 20260
 SAMPLE = 16
@@ -102,11 +103,12 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.fixture(autouse=True)
-def optimized(request: pytest.FixtureRequest) -> None:
-    """Where a run optimizes, does so for the tests that gain by it."""
-    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0":
+def optimized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a run optimizes, does so for the tests that gain by it, and the processes that they start."""
+    if IS_OPTIMIZED:
         is_optimized = request.path.parent.name in OPTIMIZED_ROOMS and "promise" not in request.fixturenames
         jax.config.update("jax_disable_most_optimizations", not is_optimized)
+        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not is_optimized)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -156,6 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
         config.option.markexpr = ""  # whatever `make test` leaves out
         return
+    items.sort(key=lambda item: item.get_closest_marker("rehearsal") is None)  # minutes that others run beside
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     first: dict[str, object] = {}
     for item in items:
