@@ -321,7 +321,7 @@ def test_command_runs_the_suite_and_prints_a_table(script, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_whole_campaign_of_toys_survives_them(tmp_path):
-    campaign = running.run(TOYS, folder=tmp_path, limit_seconds=20.0, progress=True)
+    campaign = running.run(TOYS, folder=tmp_path, limit_seconds=10.0, progress=True)
     worst = {(row.operator, row.kernel): row.outcome for row in campaign.rows}
     assert campaign.stopped == ""
     assert {key: worst[key] for key in worst if key[1] != "doubled"} == {
