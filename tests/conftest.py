@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling tiny programs takes most of the time, and 0.6 of that without LLVM's optimizations. XLA's own passes still
 # run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs, for
-# what these rooms compare with other implementations: promises compare a function with itself.
+# the first case of each test that compares with another implementation: promises compare a function with itself.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The emitters of code for fusions that XLA had before, and has in JAX 0.10 still, take 0.6 to 0.7 of that.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -40,9 +40,10 @@ import numpy as np
 import pytest
 from jax._src.interpreters import mlir
 
+_FIRST = pytest.StashKey[set[pytest.Item]]()
 _COVERAGE = pytest.StashKey[emulated_kernels.Coverage]()
 IS_OPTIMIZED = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
-OPTIMIZED_ROOMS = ("operators", "loss", "compile_targets")
+OPTIMIZED_ROOMS = ("operators", "loss")
 SEED = 20260
 SAMPLE = 16
 
@@ -106,7 +107,7 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
 def optimized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a run optimizes, does so for the tests that gain by it, and the processes that they start."""
     if IS_OPTIMIZED:
-        is_optimized = request.path.parent.name in OPTIMIZED_ROOMS and "promise" not in request.fixturenames
+        is_optimized = request.path.parent.name == "compile_targets" or request.node in request.config.stash[_FIRST]
         jax.config.update("jax_disable_most_optimizations", not is_optimized)
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not is_optimized)))
 
@@ -161,6 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("rehearsal") is None)  # minutes that others run beside
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     first: dict[str, object] = {}
+    optimized = config.stash.setdefault(_FIRST, set())
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
@@ -168,6 +170,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = bool(item.get_closest_marker("sampled")) and cases[test] % SAMPLE > 0
         if "promise" in item.fixturenames and (case := item.callspec.params.get("case")):
             left_out = case.implementation != "auto" or first.setdefault(case.operator, case) is not case
+        if not cases[test] and item.path.parent.name in OPTIMIZED_ROOMS and "promise" not in item.fixturenames:
+            optimized.add(item)
         if left_out or (item.get_closest_marker("long") and not config.option.emulate):
             item.add_marker(pytest.mark.slow)
         cases[test] += 1
