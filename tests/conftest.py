@@ -15,14 +15,14 @@ import platformdirs
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling tiny programs takes most of the time, and 0.6 of that without LLVM's optimizations. XLA's own passes still
-# run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs, for
-# the first case of each test that compares with another implementation: promises compare a function with itself.
+# run, so what tests read in compiled programs (fusions, collectives, memory) stays. CI sets 0 in one of its runs.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# The emitters of code for fusions that XLA had before, and has in JAX 0.10 still, take 0.6 to 0.7 of that.
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# Programs are too small for LLVM to compile their parts side by side.
-os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Programs are too small for LLVM to compile their parts side by side: 0.92 to 0.94 of the time.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+        # The emitters of code for fusions that XLA had before, and has there still, take 0.6 to 0.7 of that.
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # What was compiled once, by any process or any run before, is read from a file: half of the time of a second run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(platformdirs.user_cache_path("jaxops") / "tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -38,19 +38,23 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
 
-_FIRST = pytest.StashKey[set[pytest.Item]]()
+_OPTIMIZED = pytest.StashKey[set[pytest.Item]]()
 _COVERAGE = pytest.StashKey[emulated_kernels.Coverage]()
 IS_OPTIMIZED = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
+# Their tests compare with other implementations; promises compare a function with itself.
 OPTIMIZED_ROOMS = ("operators", "loss")
 SEED = 20260
 SAMPLE = 16
 
-# JAX makes another for all that it lowers, in a ninth of the time and half of the memory. Within one, as when an array
-# is computed while a kernel is lowered, what has none of its own would become a part of what is around it.
-_new_ir_context, _shared_ir_context = mlir.make_ir_context, mlir.make_ir_context()
-mlir.make_ir_context = lambda: _new_ir_context() if mlir.ir.Context.current else _shared_ir_context
+if jax.__version__.startswith("0.10."):
+    from jax._src.interpreters import mlir
+
+    # JAX makes an MLIR context for each program that it lowers: a ninth of the time of tests and half of their memory,
+    # on 0.12 nothing. All share one. A program that is lowered within another still gets its own, or it would become a
+    # part of that one. The newest JAX is tested as it is.
+    _new_context, _shared_context = mlir.make_ir_context, mlir.make_ir_context()
+    mlir.make_ir_context = lambda: _new_context() if mlir.ir.Context.current else _shared_context
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -105,9 +109,10 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.fixture(autouse=True)
 def optimized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a run optimizes, does so for the tests that gain by it, and the processes that they start."""
+    """Where a run optimizes, does so for what tests of other targets compile, and for the first cases of some rooms."""
     if IS_OPTIMIZED:
-        is_optimized = request.path.parent.name == "compile_targets" or request.node in request.config.stash[_FIRST]
+        is_first = request.node in request.config.stash.get(_OPTIMIZED, ())
+        is_optimized = is_first or request.path.parent.name == "compile_targets"
         jax.config.update("jax_disable_most_optimizations", not is_optimized)
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(not is_optimized)))
 
@@ -146,7 +151,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow what `make test` leaves out.
+    """Marks as slow what `make test` leaves out, puts the rehearsals first, and finds which tests to optimize.
 
     That is all but one in sixteen cases of each `sampled` test, whose first case always runs, what is `long`, and the
     promises of all cases of an operator but its first.
@@ -162,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("rehearsal") is None)  # minutes that others run beside
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     first: dict[str, object] = {}
-    optimized = config.stash.setdefault(_FIRST, set())
+    optimized = config.stash.setdefault(_OPTIMIZED, set())
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
