@@ -16,6 +16,8 @@ from lowering.tpu_core.vectors import SUBLANES
 # booleans, or of uint32 where they choose bits. Arrays are never changed: what computes a vector makes a new one.
 Get = Callable[[], Any]
 
+_UNNAMED = {"nothing"}
+
 _ADDRESS = re.compile(
     r"\[vmem:\[([^\]]*)\](?:\s*ss:\$(-?\d+))?(?:\s*sps:\$(\d+))?\s*(?:sm:(\$0x[0-9a-f]+|%\w+))?"
     r"(?:\s*pattern:\$(0x[0-9a-f]{1,8}))?\s*\]\s*(.*)",
@@ -78,22 +80,18 @@ class Registers:
         return self._read(*named)
 
     def _read(self, name: str, register: str) -> Get:
-        held = self.held
+        held, all_names, checks = self.held, self.names, self._checks
 
         def get() -> Any:
+            if checks and name not in (names := all_names.get(register, _UNNAMED)):
+                held_instead = " or ".join(sorted(names))
+                self.clobbered[f"bundle {self.bundle:#x}: {register} holds {held_instead} where {name} is read"] = None
             try:
                 return held[register]
             except KeyError:
                 raise MachineFaultError(f"register {register} is read before anything is written to it") from None
 
-        def checked() -> Any:
-            names = self.names.get(register, {"nothing"})
-            if name not in names:
-                held_instead = " or ".join(sorted(names))
-                self.clobbered[f"bundle {self.bundle:#x}: {register} holds {held_instead} where {name} is read"] = None
-            return get()
-
-        return checked if self._checks else get
+        return get
 
     def whatever_is_in(self, register: str) -> Get:
         """Returns what reads a register by whatever name, as where a program hands values to one of its parts."""
@@ -115,6 +113,9 @@ class Registers:
         terms = [(sign, self._term(term, text)) for sign, term in terms_of(text, space)]
         if len(terms) == 1:
             return terms[0][1]
+        if len(terms) == 2:
+            (sign, term), (other_sign, other) = terms
+            return lambda: sign * term() + other_sign * other()
         return lambda: sum(sign * term() for sign, term in terms)
 
     def vector(self, text: str) -> Get:

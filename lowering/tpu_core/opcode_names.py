@@ -1,5 +1,6 @@
 """Names of opcodes: what a version of libtpu calls by another name than the one under which its meaning is kept."""
 
+import functools
 import re
 
 # Names that later versions of libtpu give, to those that earlier ones gave.
@@ -35,6 +36,7 @@ _RENAMED = [
 ]
 
 
+@functools.cache
 def known_name(opcode: str) -> str:
     """Returns the name under which an opcode's meaning is kept."""
     for pattern, name in _RENAMED:
