@@ -62,8 +62,8 @@ clean:
 	find . -type d \( -name __pycache__ -o -name .hypothesis -o -name .mypy_cache -o -name .pytest_cache -o -name .ruff_cache \) \
 		-prune -exec rm -rf {} +
 
-# An environment with this repository and the extra that the stamp is named after.
-INSTALLED = demo test lint docs
+# An environment with this repository and the extra that the stamp is named after; that of `dev` holds all of them.
+INSTALLED = demo test lint docs dev
 THEN_.demo = ; then the demo trains for about 2 minutes
 $(INSTALLED:%=$(VENV)/.%): pyproject.toml
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || \
@@ -71,4 +71,4 @@ $(INSTALLED:%=$(VENV)/.%): pyproject.toml
 	@echo "Installing jaxops[$(patsubst .%,%,$(@F))] into $(@D), about a minute the first time$(THEN_$(@F))"
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[$(patsubst .%,%,$(@F))]'
-	@touch $@
+	@touch $@ $(if $(filter %/.dev,$@),$(INSTALLED:%=$(@D)/.%))

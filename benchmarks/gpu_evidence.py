@@ -61,8 +61,10 @@ def was_right(case: Case, verified: Mapping[str, int]) -> bool:
     return "verified" in outcomes and outcomes <= {"verified", "refused"}
 
 
-def verified_kinds(hardware: Hardware) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields the kinds of all kernels, with sizes, that the library's suite verifies."""
+@functools.cache
+def verified_kinds(hardware: Hardware) -> list[tuple[str, str, str, tuple[int, ...]]]:
+    """Lists the kinds of all kernels, with sizes, that the library's suite verifies."""
+    found = []
     for case in SUITE:
         for size in case.verified_at:
             args = jax.eval_shape(functools.partial(case.arguments, *size))
@@ -70,7 +72,8 @@ def verified_kinds(hardware: Hardware) -> Iterator[tuple[str, str, str, tuple[in
                 for kernel in kernels_of(use.operator):
                     kind = kind_of(kernel, hardware, *unpacked(use.operands, use.params))
                     if kind is not None and kernel.platform == hardware.platform:
-                        yield use.operator.name, kernel.name, *kind
+                        found.append((use.operator.name, kernel.name, *kind))
+    return found
 
 
 def case_of_record(record: Mapping[str, Any], hardware: Hardware) -> Case | None:

@@ -63,8 +63,9 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", IMAGES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, F32) for shape in IMAGES[::2]), *((shape, BF16) for shape in IMAGES)], ids=str
+)
 def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
     image = jax.ShapeDtypeStruct(shape, dtype)
     statistic = jax.ShapeDtypeStruct(shape[2:3], F32)
