@@ -18,7 +18,7 @@ def _context() -> Any:
 
 
 def _called_back(*operands: Any, callback: Callable[..., Sequence[Any]], **_: Any) -> Any:
-    """Calls a function on copies of operands in NumPy; JAX makes arrays on its first device of them, 40 us each."""
+    """Calls a function on copies of operands in NumPy; JAX puts them on its first device, which takes longer."""
     return jax.tree.map(np.asarray, callback(*map(np.array, operands)))
 
 
