@@ -113,9 +113,6 @@ class Registers:
         terms = [(sign, self._term(term, text)) for sign, term in terms_of(text, space)]
         if len(terms) == 1:
             return terms[0][1]
-        if len(terms) == 2:
-            (sign, term), (other_sign, other) = terms
-            return lambda: sign * term() + other_sign * other()
         return lambda: sum(sign * term() for sign, term in terms)
 
     def vector(self, text: str) -> Get:

@@ -6,7 +6,6 @@ A line looks like this, comments left out. `%s21_s24` is the value s21 in the re
 """
 
 import dataclasses
-import functools
 import re
 import sys
 from typing import NamedTuple
@@ -105,7 +104,6 @@ def _words(comment: str) -> str:
     return words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS].rpartition(' ')[0]} ..."
 
 
-@functools.lru_cache(2**16)
 def value_of(operand: str) -> tuple[str, str] | None:
     """Parses the value and the register of an operand such as "%s21_s24"; None for constants and addresses."""
     found = _VALUE.match(operand[1:]) if operand.startswith("%") else None

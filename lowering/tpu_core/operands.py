@@ -1,6 +1,5 @@
 """Operands of instructions. Every character of one is understood, or refused."""
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -38,11 +37,9 @@ class Symbol(NamedTuple):
 
 # A part of a sum; numbers have 32 bits and a sign.
 Term = Register | Symbol | int
-_MOST_READ = 2**16  # operands that are remembered: a kernel that is executed again has the same ones
 
 
-@functools.lru_cache(_MOST_READ)
-def terms_of(text: str, space: str = "") -> tuple[tuple[int, Term], ...]:
+def terms_of(text: str, space: str = "") -> list[tuple[int, Term]]:
     """Reads a scalar operand: a register, a number, an address, or a sum or difference, each part with its sign.
 
     Raises:
@@ -55,7 +52,7 @@ def terms_of(text: str, space: str = "") -> tuple[tuple[int, Term], ...]:
     inner = inner.strip()
     first, *others = _SIGN.split(inner[1:-1] if inner.startswith("[") else inner)
     signs = [1, *(1 if sign == "+" else -1 for sign in others[::2])]
-    return tuple((sign, _term(term, space)) for sign, term in zip(signs, (first, *others[1::2]), strict=True))
+    return [(sign, _term(term, space)) for sign, term in zip(signs, (first, *others[1::2]), strict=True)]
 
 
 def _term(text: str, space: str) -> Term:
@@ -69,7 +66,6 @@ def _term(text: str, space: str) -> Term:
     return wrapped(bits_of(text)) if symbol is None else Symbol(symbol[1], space)
 
 
-@functools.lru_cache(_MOST_READ)
 def bits_of(text: str) -> int:
     """Returns the 32 bits of a number: an integer, a float32, or two halves that are cut from float32."""
     text = text.strip()
@@ -90,16 +86,12 @@ def labelled(instruction: Instruction, *labels: str) -> list[str]:
     Raises:
       UnknownFormError: if it has others.
     """
-    found = [_label_and_rest(operand) for operand in instruction.operands]
-    if tuple(label for label, _ in found) != labels:
+    found = [LABEL.fullmatch(operand) for operand in instruction.operands]
+    names = tuple("" if one is None else one[1] for one in found)
+    if names != labels:
         raise UnknownFormError(f"{instruction.opcode} with operands {', '.join(instruction.operands)!r}")
-    return [rest for _, rest in found]
-
-
-@functools.lru_cache(_MOST_READ)
-def _label_and_rest(operand: str) -> tuple[str, str]:
-    found = LABEL.fullmatch(operand)
-    return ("", operand) if found is None else (found[1], found[2].strip())
+    pairs = zip(found, instruction.operands, strict=True)
+    return [operand if one is None else one[2].strip() for one, operand in pairs]
 
 
 def fields_of(instruction: Instruction, known: Mapping[str, bool]) -> dict[str, str]:

@@ -18,7 +18,7 @@ SUBLANE = np.broadcast_to(np.arange(SUBLANES, dtype=np.uint32)[:, None], (SUBLAN
 
 def whole(x: Any) -> np.ndarray:
     """Returns a vector, where one number may stand for all of its elements."""
-    return x if np.shape(x) == (SUBLANES, LANES) else np.broadcast_to(x, (SUBLANES, LANES))
+    return np.broadcast_to(x, (SUBLANES, LANES))
 
 
 def rounded_to_bfloat16(x: Any) -> Any:

@@ -28,18 +28,17 @@ def compile_ema_adam(target, shape, dtypes, *, config, mode="adamw", output="par
     return lowering.compile(jax.jit(run, donate_argnums=donated), *operands, target=target)
 
 
-FIRST, *OTHERS = ema_adam._CONFIGS
+ARRAYS = [(128,), (1000,), (4096, 4096), (50257, 769)]
+# CI compiles the first configuration for all arrays, and for the last the others, too.
+CASES = [
+    pytest.param(shape, config, marks=pytest.mark.slow if shape != ARRAYS[-1] and number else ())
+    for number, config in enumerate(ema_adam._CONFIGS)
+    for shape in ARRAYS
+]
 
 
 @pytest.mark.parametrize("dtypes", [(F32,) * 5, (BF16,) * 5, (F16, F16, F32, BF16, F32)], ids=["f32", "bf16", "mixed"])
-@pytest.mark.parametrize(
-    ("shape", "config"),
-    [
-        *(((128,), FIRST), ((1000,), FIRST), ((4096, 4096), FIRST), ((50257, 769), FIRST)),
-        *(((50257, 769), config) for config in OTHERS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "config"), CASES, ids=str)
 def test_ema_adam_compiles_in_place_and_in_registers(h100, shape, dtypes, config):
     report = compile_ema_adam(h100, shape, dtypes, config=config)
     assert report.kernels == {"ema_adam": 1}
@@ -67,9 +66,15 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [*((shape, F32) for shape in IMAGES), *((shape, BF16) for shape in IMAGES[::2])], ids=str
-)
+# CI compiles every second in bfloat16, too.
+IN_BOTH_DTYPES = [
+    pytest.param(shape, dtype, marks=pytest.mark.slow if dtype == BF16 and number % 2 else ())
+    for dtype in (F32, BF16)
+    for number, shape in enumerate(IMAGES)
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), IN_BOTH_DTYPES, ids=str)
 def test_batch_norm_compiles_in_registers(h100, shape, dtype):
     image, statistic = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[2:3], F32)
     relu = {"axis_name": None, "activation": ("relu", 0.0, True)}

@@ -48,7 +48,7 @@ def test_local_response_norm_compiles_in_every_configuration(tpu, shape, n):
     x, grad = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape, F32)
     assert kernel.refuses(named(tpu), x, grad, n=n, **STRONG) is None
     configs = kernel.configs(named(tpu), x)
-    for config in configs if n == 4 else configs[:1]:  # a larger window repeats in each what it does in one
+    for config in configs if n == 4 else configs[:1]:  # they differ in blocks, not in the window
         run = functools.partial(kernel.run_backward, config=config, n=n, **STRONG)
         report = lowering.compile(jax.jit(run), x, grad, target=tpu)
         assert report.kernels == {"local_response_norm_backward": 1}
