@@ -193,6 +193,10 @@ def _tangent_primitive(operator: _Operator, derivative: Derivative) -> Primitive
             return tuple(jax.tree.leaves(results))
 
     def abstract_eval(*arrays: Any, linear: _Linear) -> list[Any]:
+        if derivative.tangent is None and derivative.linearize is None:
+            # Such an operator keeps its results after its operands: they tell, and the reference need not be traced.
+            results = arrays[len(linear.active) : linear.residuals.num_leaves]
+            return [result.to_tangent_aval() for result in results if _has_tangent(result)]
         return list(jax.make_jaxpr(functools.partial(apply, linear=linear))(*arrays).out_avals)
 
     def axes_of(_: Sequence[Any], params: Mapping[str, Any]) -> Signature:
