@@ -70,5 +70,6 @@ $(INSTALLED:%=$(VENV)/.%): pyproject.toml
 		{ echo "jaxops needs Python 3.11, 3.12 or 3.13: name one with PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@echo "Installing jaxops[$(patsubst .%,%,$(@F))] into $(@D), about a minute the first time$(THEN_$(@F))"
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[$(patsubst .%,%,$(@F))]'
+	@$(@D)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --editable \
+		'.[$(patsubst .%,%,$(@F))]'
 	@touch $@ $(if $(filter %/.dev,$@),$(INSTALLED:%=$(@D)/.%))
