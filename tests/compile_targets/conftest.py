@@ -1,5 +1,7 @@
 """The chips that tests compile for without having them, through `lowering.compile`, as users do."""
 
+import collections
+
 import pytest
 
 import lowering
@@ -14,9 +16,15 @@ CHIPS = (
 
 
 def pytest_collection_modifyitems(items):
-    seen = set()
+    seen, places = set(), collections.defaultdict(dict)
     for item in items:
-        tpu = item.callspec.params.get("tpu") if hasattr(item, "callspec") else None
+        if not hasattr(item, "callspec"):
+            continue
+        for mark in item.iter_markers("in_turns"):
+            values = [(places[item.path, item.originalname, name], item.callspec.params[name]) for name in mark.args]
+            if sum(place.setdefault(str(value), len(place)) for place, value in values) % 2:
+                item.add_marker(pytest.mark.slow)
+        tpu = item.callspec.params.get("tpu")
         if tpu in TPUS[1:]:
             test = (item.path, item.originalname, tpu)
             if test in seen:

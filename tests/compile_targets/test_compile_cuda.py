@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turns("dtypes", "shape", "config")
 @pytest.mark.parametrize("dtypes", [(F32,) * 5, (BF16,) * 5, (F16, F16, F32, BF16, F32)], ids=["f32", "bf16", "mixed"])
 @pytest.mark.parametrize(("shape", "config"), CASES, ids=str)
 def test_ema_adam_compiles_in_place_and_in_registers(h100, shape, dtypes, config):
@@ -66,15 +67,9 @@ IMAGES = [
 ]
 
 
-# CI compiles every second in bfloat16, too.
-IN_BOTH_DTYPES = [
-    pytest.param(shape, dtype, marks=pytest.mark.slow if dtype == BF16 and number % 2 else ())
-    for dtype in (F32, BF16)
-    for number, shape in enumerate(IMAGES)
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype"), IN_BOTH_DTYPES, ids=str)
+@pytest.mark.in_turns("dtype", "shape")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
 def test_batch_norm_compiles_in_registers(h100, shape, dtype):
     image, statistic = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[2:3], F32)
     relu = {"axis_name": None, "activation": ("relu", 0.0, True)}

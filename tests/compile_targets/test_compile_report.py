@@ -143,6 +143,7 @@ def test_function_without_arguments_compiles(chip):
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("tpu", ["tpu-v5e"], indirect=True)
 def test_kernel_that_does_not_compile_is_named_in_one_screen(tpu):
     def run(x, *, config, interpret):
         def too_large(x_ref, y_ref):

@@ -63,15 +63,9 @@ IMAGES = [
 ]
 
 
-# CI compiles every second in float32, too.
-IN_BOTH_DTYPES = [
-    pytest.param(shape, dtype, marks=pytest.mark.slow if dtype == F32 and number % 2 else ())
-    for dtype in (F32, BF16)
-    for number, shape in enumerate(IMAGES)
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype"), IN_BOTH_DTYPES, ids=str)
+@pytest.mark.in_turns("dtype", "shape")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
 def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
     image = jax.ShapeDtypeStruct(shape, dtype)
     statistic = jax.ShapeDtypeStruct(shape[2:3], F32)
@@ -92,6 +86,7 @@ def test_batch_norm_compiles_forward_and_backward(tpu, shape, dtype):
             assert report.kernels == {name: 1}
 
 
+@pytest.mark.in_turns("dtype", "shape")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("layout", "shape"),
@@ -120,6 +115,7 @@ def test_batch_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, dtype
 ROWS = [(1024, 4096), (8, 1024, 544), (1000, 4160), (4, 3136), (2**20,), (13, 96)]
 
 
+@pytest.mark.in_turns("dtype", "shape")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_dropout_compiles_each_way(tpu, shape, dtype):

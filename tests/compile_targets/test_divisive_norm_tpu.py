@@ -18,6 +18,7 @@ F32, BF16 = "float32", "bfloat16"
 IMAGES = [("NCHW", (128, 96, 27, 27)), ("NHWC", (32, 56, 56, 128)), ("NHWC", (32, 7, 7, 2048))]
 
 
+@pytest.mark.in_turns("dtype", "with_means", "shape")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("with_means", [False, True], ids=["zero-means", "means"])
 @pytest.mark.parametrize(("layout", "shape"), IMAGES, ids=str)
@@ -36,6 +37,7 @@ def test_divisive_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, wi
     assert report.memory.temporaries == 0
 
 
+@pytest.mark.in_turns("n", "shape")
 @pytest.mark.parametrize("n", [4, 16])
 @pytest.mark.parametrize("shape", [(2, 1, 9, 11, 70), (64, 1, 30, 20, 128), (8, 128, 1, 14, 13, 3)], ids=str)
 def test_divisive_norm_compiles_in_every_configuration(tpu, shape, n):

@@ -41,7 +41,8 @@ def test_grid_sample_compiles_in_every_configuration(tpu, images, points):
     operands = [jax.ShapeDtypeStruct(*operand) for operand in operands]
     params = {"sampling": Sampling(padding_mode="reflection")}
     assert kernel.refuses(named(tpu), *operands, **params) is None
-    for config in kernel.configs(named(tpu), *operands, **params):
+    configs = kernel.configs(named(tpu), *operands, **params)
+    for config in configs if points == (70, 70) else configs[:1]:  # they differ in blocks of points
 
         def both(x, grid, grad, config=config):
             return kernel.run(x, grid, config=config, **params), kernel.run_backward(

@@ -104,6 +104,7 @@ def test_linear_cross_entropy_compiles_with_features_in_parts(tpu, dtype):
     assert compile_for(tpu, back, CotangentTerms(*[array(300)] * 4), *operands).kernels == BACKWARD
 
 
+@pytest.mark.parametrize("tpu", ["tpu-v5e", "tpu-v6e"], indirect=True)  # matrix units of 128 and of 256 rows
 def test_linear_cross_entropy_compiles_in_full_precision(tpu):
     case = (300, 512, 2050, F32, {})
     with jax.default_matmul_precision("highest"):

@@ -26,6 +26,7 @@ IMAGES = [
 ]
 
 
+@pytest.mark.in_turns("dtype", "shape")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("layout", "shape"), IMAGES, ids=str)
 def test_local_response_norm_moves_no_image_outside_its_kernels(tpu, layout, shape, dtype):
@@ -42,6 +43,7 @@ def test_local_response_norm_moves_no_image_outside_its_kernels(tpu, layout, sha
     assert report.memory.temporaries == 0
 
 
+@pytest.mark.in_turns("n", "shape")
 @pytest.mark.parametrize("n", [4, 16])
 @pytest.mark.parametrize("shape", [(16, 64, 1, 56, 56), (8, 30, 1, 128, 128), (32, 7, 7, 2048, 1, 1, 1)], ids=str)
 def test_local_response_norm_compiles_in_every_configuration(tpu, shape, n):

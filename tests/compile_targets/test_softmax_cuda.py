@@ -41,15 +41,9 @@ def compile_both(target, shape, axes, dtypes, log, config_index=0):
     return reports
 
 
-# Of the two narrower pairs of dtypes, CI compiles one for each array, in turns.
-CASES = [
-    pytest.param(*array, dtypes, marks=pytest.mark.slow if pair and pair != 1 + number % 2 else ())
-    for pair, dtypes in enumerate([("float32",) * 2, ("bfloat16",) * 2, ("float16", "float32")])
-    for number, array in enumerate(ARRAYS)
-]
-
-
-@pytest.mark.parametrize(("shape", "axes", "dtypes"), CASES, ids=str)
+@pytest.mark.in_turns("dtypes", "shape")
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16", "float32")], ids=str)
+@pytest.mark.parametrize(("shape", "axes"), ARRAYS, ids=str)
 def test_softmax_compiles_in_registers(h100, shape, axes, dtypes):
     compile_both(h100, shape, axes, dtypes, log=dtypes[0] == "bfloat16")
 

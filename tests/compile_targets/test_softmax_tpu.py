@@ -35,6 +35,7 @@ def compile_both(target, shape, axes, dtypes, log, config_index=0):
         assert report.kernels == {name: 1}
 
 
+@pytest.mark.in_turns("dtypes", "shape")
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize(("shape", "axes"), ARRAYS, ids=str)
 def test_softmax_compiles_forward_and_backward(tpu, shape, axes, dtypes):

@@ -101,11 +101,18 @@ def test_linear_log_probs_float16_gradients_of_entropies_equal_float64(scale):
     assert_accurate(gradients(loss, x, weight), truth(x, weight, labels, np.full(len(labels), factor), factor / 2))
 
 
+@functools.cache
+def full_case(rows):
+    """The operands, and the gradients of the sum of all losses."""
+    operands = make_case(rows, 4096, 64, mean=0.0)
+    return operands, truth(*operands, np.ones(rows))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "rows"), [("auto", 8192), *((strategy, 4096) for strategy in STRATEGIES)])
 @pytest.mark.parametrize("form", ["mean", "mean, loss scale of 2^17", "none", "aux"])
 def test_linear_cross_entropy_float16_gradients_equal_float64_in_full(strategy, form, rows):
-    x, weight, labels = make_case(rows, 4096, 64, mean=0.0)
+    (x, weight, labels), of_sum = full_case(rows)
     factor = 2.0**17 if "2^17" in form else 1.0
 
     def loss(x, weight):
@@ -114,7 +121,7 @@ def test_linear_cross_entropy_float16_gradients_equal_float64_in_full(strategy, 
             return jnp.mean(call(reduction="none"))
         return call(return_aux=True)[0] if form == "aux" else factor * call()
 
-    assert_accurate(gradients(loss, x, weight), truth(x, weight, labels, np.full(rows, factor / rows)), 2048)
+    assert_accurate(gradients(loss, x, weight), [factor / rows * gradient for gradient in of_sum], 2048)
 
 
 @pytest.mark.parametrize("strategy", ["recompute"])
