@@ -36,7 +36,8 @@ from rich.table import Table
 
 import jaxops
 import lowering
-from jaxops._suite import F32, SUITE
+from jaxops._cases import F32
+from jaxops._suite import SUITE
 from lowering.campaign.process import converse
 from lowering.campaign.report import Campaign
 from lowering.measurements import HANGS, WRONG

@@ -33,7 +33,7 @@ GROUPS = {
     "kernels": (35, ("pallas_kernels/**/*.py",)),
     "machine": (25, tuple(f"lowering/{part}/*.py" for part in ("tpu_core", "schedule", "emulation"))),
 }
-LEFT_OUT = re.compile(r"/(_demo|_frameworks|testing)/|nnx|linen|equinox|_suite|tune_device|__main__|_jax_private")
+LEFT_OUT = re.compile(r"/(_demo|_frameworks|testing)/|nnx|linen|equinox|suite|_cases|tune_device|__main__|_jax_private")
 TURNED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
 # Where a file's tests are, by a word of its path, and by the first that fits.
 TESTS = {

@@ -1,11 +1,13 @@
 """Local response normalization: divides activations by a power of the squares of neighbouring channels."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxops._cases import IMAGES, LARGE_IMAGES, SMALL_IMAGES, arrays, with_gradient
 from jaxops._checks import layouts
 from jaxops._checks.arguments import INT32_MAX
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
@@ -13,6 +15,7 @@ from jaxops._checks.mcdnn import as_array, require, require_integer, require_rea
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops.pooling.windows import Span, pooled
+from lowering.campaign.suite import Case
 from pallas_kernels.gpu import local_response_norm as gpu
 from pallas_kernels.tpu import local_response_norm as tpu
 
@@ -181,4 +184,15 @@ LOCAL_RESPONSE_NORM_BACKWARD = Operator(
     _check_backward,
     _backward,
     kernels=(tpu.BACKWARD_KERNEL, gpu.BACKWARD_KERNEL),
+)
+
+SUITE = (
+    Case(
+        "local response norm",
+        functools.partial(with_gradient, functools.partial(local_response_norm, layout="NCHW")),
+        arrays,
+        IMAGES,
+        LARGE_IMAGES,
+        SMALL_IMAGES,
+    ),
 )

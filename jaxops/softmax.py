@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._cases import BF16, F16, F32, IMAGES, LARGE_IMAGES, SMALL_IMAGES, arrays, with_gradient
 from jaxops._checks.arguments import is_integer
 from jaxops._checks.dtypes import accumulation_dtype, check_floating
 from jaxops._checks.mcdnn import as_array, require, require_choice
 from jaxops._primitive.derivative import Active, Arrays, Derivative
 from jaxops._primitive.operator import Operator
 from jaxops._primitive.sharding import laid_out_as, reshaped
+from lowering.campaign.suite import Case
 from lowering.operators import Form, Place, refusal_of_parts
 from pallas_kernels.gpu import softmax as gpu
 from pallas_kernels.gpu import softmax_backward as gpu_backward
@@ -207,4 +209,23 @@ SOFTMAX_BACKWARD = Operator(
     _backward,
     kernels=(tpu_backward.KERNEL, gpu_backward.KERNEL),
     forms=(Form("xla_sums_by_product", frozenset({"cpu"}), _backward_with_product, _refuses_product),),
+)
+
+SUITE = (
+    Case(
+        "softmax of rows",
+        functools.partial(with_gradient, softmax),
+        arrays,
+        ((1, 128, F32), (33, 129, BF16), (64, 1000, F16), (8, 50257, F32)),
+        ((16384, 4096, BF16), (8192, 32000, F32)),
+        ((3, 130, F32),),
+    ),
+    Case(
+        "softmax of channels",
+        functools.partial(with_gradient, functools.partial(softmax, axis=1, algorithm="log")),
+        arrays,
+        IMAGES,
+        ((32, 21, 512, 512, F32), *LARGE_IMAGES),
+        SMALL_IMAGES,
+    ),
 )

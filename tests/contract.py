@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxops
 import lowering
 from jaxops import NotSupportedError, Operator
+from jaxops._suite import families
 from jaxops.testing import calls, derivatives, meshes
 from jaxops.testing.compare import DEFAULTS, Tolerance
 from jaxops.testing.report import Broken, Skipped
@@ -73,13 +74,6 @@ Check = Callable[[Case], None]
 def with_kernels() -> list[Operator]:
     """The operators of this library that have kernels; tests make others."""
     return [x for x in jaxops.operators() if any(k.run.__module__.startswith("pallas_kernels.") for k in x.kernels)]
-
-
-def families() -> list[str]:
-    """The files and folders of `jaxops` that operators are defined in, by name."""
-    functions = [operator.reference for operator in jaxops.operators()]
-    modules = (getattr(fn, "func", fn).__module__.split(".") for fn in functions)
-    return sorted({parts[1] for parts in modules if parts[0] == "jaxops"})
 
 
 @functools.cache

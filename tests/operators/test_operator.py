@@ -152,6 +152,19 @@ def test_a_single_result_may_be_an_array(rng):
     np.testing.assert_array_equal(grad, np.full((3, 4), 2, np.float32))
 
 
+def test_gradients_trace_the_reference_once():
+    traced = []
+
+    def reference(x):
+        traced.append(x)
+        return 3 * x
+
+    derivative = Derivative(lambda residuals, cotangent, active: (3 * cotangent,))
+    thrice = Operator("toy_thrice", "... -> ...", None, reference, derivative)
+    jax.make_jaxpr(jax.grad(lambda x: jnp.sum(thrice(x))))(jnp.ones(3))
+    assert len(traced) == 1
+
+
 def test_backward_does_no_work_for_a_frozen_operand(rng):
     x, factors = CASE.operands(rng)
     jaxpr = str(jax.make_jaxpr(jax.grad(CASE.trial.loss, 0))(x, factors))
