@@ -15,7 +15,7 @@ import pytest
 
 import jaxops
 import lowering
-from jaxops._suite import BF16
+from jaxops._cases import BF16
 from jaxops.linear_cross_entropy import linear_cross_entropy
 from lowering.register import kernels_of
 from lowering.targets import named
